@@ -1,0 +1,27 @@
+// How a call can fail at run time. One 64-bit word says it all, so a rank can tell its peers with one store.
+#pragma once
+
+#include "types.h"
+
+namespace mok {
+
+enum class Code : int32_t {
+  ok = 0,
+  id_out_of_range = 1,  // rank, value = slot index (token * K + k), extra = the id
+  over_capacity = 2,    // rank, value = rows routed to it
+  peer_timeout = 3,     // rank = the one that did not answer, value = the wait that expired
+  shape_mismatch = 4,   // rank = one whose call has another shape
+};
+
+enum class Wait : int32_t { previous_call = 0, routes = 1, rows = 2, finish = 3 };
+
+struct Status {
+  Code code = Code::ok;
+  int32_t rank = -1;   // EP rank at fault
+  int64_t value = 0;
+  int64_t extra = 0;
+
+  MOK_HD bool ok() const { return code == Code::ok; }
+};
+
+}  // namespace mok

@@ -1,0 +1,284 @@
+"""The public calls: :func:`moe` on global arrays, :func:`local_moe` inside a ``shard_map``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_mok import _op, _varying, backends
+from jax_mok._call import check_experts, check_tokens, make_call
+from jax_mok._config import Experts, MoEConfig
+
+_MESH_DATA_AXIS = "data"
+
+
+class Stats(NamedTuple):
+    """What the call did, for the whole batch. Not differentiable.
+
+    - ``tokens_per_expert``: int32 ``[E]``, slots routed to each expert.
+    - ``rows_per_rank``: int32 ``[P]``, rows that each EP rank received (the largest over the other token axes), the
+      figure that ``MoEConfig.capacity_factor`` bounds.
+    - ``status``: int32 scalar, 0 = ok. The native backends raise on a failure; ``"xla"`` and ``"reference"`` cannot,
+      so they return NaN for ``y`` and 1 (an expert id out of range) or 2 (over capacity) here.
+    """
+
+    tokens_per_expert: jax.Array
+    rows_per_rank: jax.Array
+    status: jax.Array
+
+
+@overload
+def local_moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    router_weights: jax.Array,
+    experts: Experts,
+    shared: Experts | None = ...,
+    *,
+    axis: Hashable | None = ...,
+    config: MoEConfig = ...,
+    with_stats: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def local_moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    router_weights: jax.Array,
+    experts: Experts,
+    shared: Experts | None = ...,
+    *,
+    axis: Hashable | None = ...,
+    config: MoEConfig = ...,
+    with_stats: Literal[True],
+) -> tuple[jax.Array, Stats]: ...
+
+
+def local_moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    router_weights: jax.Array,
+    experts: Experts,
+    shared: Experts | None = None,
+    *,
+    axis: Hashable | None = "expert",
+    config: MoEConfig = MoEConfig(),  # noqa: B008 (frozen)
+    with_stats: bool = False,
+) -> Any:
+    """The MoE layer on one rank's shards, inside the caller's own ``shard_map``.
+
+    **Arguments**
+
+    - ``x``: this rank's tokens, ``[..., H]``, bfloat16 (float32 too on the CPU, XLA and reference backends).
+    - ``expert_ids``: int32 ``[..., K]``, global expert numbers ``0 .. E-1``; -1 = no expert (contributes nothing,
+      gets zero gradients). The same id twice in a token counts twice.
+    - ``router_weights``: float32 ``[..., K]``.
+    - ``experts``: this rank's :class:`Experts`, ``E / P`` of them: rank ``r`` of ``axis`` owns experts
+      ``r * E/P .. (r+1) * E/P - 1``.
+    - ``shared``: weights of an expert that every token visits (own width), or ``None``.
+    - ``axis``: mesh axis of the EP group; ``None`` = no group (``P = 1``, also outside any ``shard_map``).
+    - ``config``: :class:`MoEConfig`.
+    - ``with_stats``: also return :class:`Stats` of this rank's EP group.
+
+    Every mesh axis must be manual in the ``shard_map``. With ``check_vma=True`` gradients of weights that are
+    replicated over an axis are summed over it by JAX; with ``check_vma=False`` each rank gets its own part and the
+    sum (``jax.lax.psum``) is the caller's.
+
+    **Returns** ``y`` like ``x``, or ``(y, Stats)``.
+
+    **Raises** ``TypeError`` and ``ValueError`` at trace time for dtypes and shapes that do not fit,
+    ``NotImplementedError`` for a backend that cannot run the call; at run time see :class:`MoEError`.
+    """
+    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    if axis is not None and axis not in manual:
+        raise ValueError(
+            f"axis {axis!r} is not a manual axis of the surrounding shard_map (manual axes: "
+            f"{sorted(map(str, manual))}). Call local_moe inside jax.shard_map over that axis, use jax_mok.moe on "
+            "global arrays, or pass axis=None for P = 1."
+        )
+    platform = backends.platform_of(_ambient_mesh())
+    return _local_moe(x, expert_ids, router_weights, experts, shared, axis, config, with_stats, platform)
+
+
+def _local_moe(
+    x: Any,
+    expert_ids: Any,
+    router_weights: Any,
+    experts: Any,
+    shared: Any,
+    axis: Hashable | None,
+    config: MoEConfig,
+    with_stats: bool,
+    platform: str,
+) -> Any:
+    check_tokens(x, expert_ids, router_weights)
+    lead, hidden = x.shape[:-1], x.shape[-1]
+    tokens = math.prod(lead)
+    flat = (
+        x.reshape(tokens, hidden),
+        expert_ids.reshape(tokens, expert_ids.shape[-1]),
+        router_weights.reshape(tokens, expert_ids.shape[-1]),
+    )
+    if axis is not None and jax.lax.axis_size(axis) == 1:
+        axis = None
+    call = make_call(*flat, experts, shared, axis, config)
+    flat, experts, shared = _varying.vary_over((flat, experts, shared), _varying.union_of((flat, experts, shared)))
+    y, stats = _op.apply(call, backends.select(call, platform), *flat, experts, shared)
+    y = y.reshape(x.shape)
+    return (y, Stats(*stats)) if with_stats else y
+
+
+@overload
+def moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    router_weights: jax.Array,
+    experts: Experts,
+    *,
+    shared: Experts | None = ...,
+    mesh: jax.sharding.Mesh | None = ...,
+    axis: str | None = ...,
+    token_axes: Sequence[str] | None = ...,
+    config: MoEConfig = ...,
+    with_stats: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    router_weights: jax.Array,
+    experts: Experts,
+    *,
+    shared: Experts | None = ...,
+    mesh: jax.sharding.Mesh | None = ...,
+    axis: str | None = ...,
+    token_axes: Sequence[str] | None = ...,
+    config: MoEConfig = ...,
+    with_stats: Literal[True],
+) -> tuple[jax.Array, Stats]: ...
+
+
+def moe(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    router_weights: jax.Array,
+    experts: Experts,
+    *,
+    shared: Experts | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    axis: str | None = "expert",
+    token_axes: Sequence[str] | None = None,
+    config: MoEConfig = MoEConfig(),  # noqa: B008 (frozen)
+    with_stats: bool = False,
+) -> Any:
+    """A mixture-of-experts layer on global arrays, inside or outside ``jit``: dispatch, expert MLPs and combine in
+    one custom call per device, and one more for all gradients.
+
+        y_t = sum_k w_tk * f_{e_tk}(x_t) + f_shared(x_t),    f(x) = (silu(x W_g) * (x W_u)) W_d
+
+    **Arguments**
+
+    - ``x``: tokens ``[..., H]``, bfloat16 (float32 too on the CPU, XLA and reference backends).
+    - ``expert_ids``: int32 ``[..., K]``; -1 = no expert.
+    - ``router_weights``: float32 ``[..., K]``.
+    - ``experts``: :class:`Experts` with ``gate, up [E, H, I]``, ``down [E, I, H]``, in the dtype of ``x``; sharded
+      over ``axis`` on the first dimension.
+    - ``shared``: :class:`Experts` with ``gate, up [H, I_s]``, ``down [I_s, H]``, replicated; or ``None``.
+    - ``mesh``: default the ambient mesh (``jax.set_mesh``). Without one the layer runs on one device.
+    - ``axis``: mesh axis of the EP group, of size ``P``; ``None`` = every device holds all experts.
+    - ``token_axes``: mesh axes over which the first dimension of ``x`` is sharded; must contain ``axis``. Default:
+      ``("data", axis)``, as far as the mesh has them. Over the other axes the work is replicated.
+    - ``config``: :class:`MoEConfig`.
+    - ``with_stats``: also return :class:`Stats`.
+
+    Arrays with another sharding are resharded. Reverse-mode gradients for ``x``, ``router_weights``, ``experts`` and
+    ``shared``, in their dtypes, accumulated in float32. For the same global batch the output and every routed
+    gradient have the same bits for any ``P``.
+
+    **Returns** ``y`` like ``x``, or ``(y, Stats)``.
+
+    **Raises** at trace time ``TypeError`` and ``ValueError`` for dtypes, shapes and shardings that do not fit, and
+    ``NotImplementedError`` under ``vmap``, ``jvp`` and second derivatives; at run time see :class:`MoEError`.
+    """
+    mesh = mesh if mesh is not None else _ambient_mesh()
+    check_tokens(x, expert_ids, router_weights)
+    num_experts, _ = check_experts("experts", experts, x.shape[-1], x.dtype, shared=False)
+    if mesh is None:
+        platform = backends.platform_of(None)
+        return _local_moe(x, expert_ids, router_weights, experts, shared, None, config, with_stats, platform)
+
+    token_axes = _token_axes(mesh, axis, token_axes)
+    ranks = 1 if axis is None else mesh.shape[axis]
+    if num_experts % ranks:
+        raise ValueError(
+            f"{num_experts} experts cannot be spread evenly over the {ranks} devices of mesh axis {axis!r}: E must be "
+            f"a multiple of P. Use an EP size that divides {num_experts}, or add experts."
+        )
+    shards = math.prod(mesh.shape[a] for a in token_axes)
+    tokens = math.prod(x.shape[:-1])
+    if tokens % shards:
+        raise ValueError(
+            f"{tokens} tokens (x {list(x.shape)}) cannot be spread evenly over the {shards} devices of mesh axes "
+            f"{token_axes}. Pad the batch to a multiple of {shards} (padding tokens with expert_ids = -1 cost nothing)."
+        )
+    shape = x.shape
+    if x.ndim < 2 or x.shape[0] % shards:
+        x, expert_ids, router_weights = (a.reshape(tokens, a.shape[-1]) for a in (x, expert_ids, router_weights))
+
+    by_token, by_expert = P(token_axes or None), P(axis)
+    specs = (by_token, by_token, by_token, Experts(*[by_expert] * 3), None if shared is None else Experts(*[P()] * 3))
+    args = _reshard((x, expert_ids, router_weights, experts, shared), specs, mesh)
+    platform = backends.platform_of(mesh)
+
+    def local(*args: Any) -> tuple[jax.Array, Stats]:
+        y, stats = _local_moe(*args, axis, config, True, platform)
+        other = tuple(a for a in token_axes if a != axis)
+        if other:
+            stats = Stats(
+                jax.lax.psum(stats.tokens_per_expert, other),
+                jax.lax.pmax(stats.rows_per_rank, other),
+                jax.lax.pmax(stats.status, other),
+            )
+        return y, stats
+
+    y, stats = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(by_token, Stats(P(), P(), P())))(*args)
+    y = y.reshape(shape)
+    return (y, stats) if with_stats else y
+
+
+def _ambient_mesh() -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def _token_axes(mesh: Any, axis: str | None, token_axes: Sequence[str] | None) -> tuple[str, ...]:
+    names = tuple(mesh.axis_names)
+    if axis is not None and axis not in names:
+        raise ValueError(
+            f"The mesh has no axis {axis!r}; its axes are {names}. Name the EP axis with axis=..., or pass axis=None "
+            "to keep all experts on every device."
+        )
+    if token_axes is None:
+        return tuple(a for a in (_MESH_DATA_AXIS, axis) if a is not None and a in names)
+    token_axes = (token_axes,) if isinstance(token_axes, str) else tuple(token_axes)
+    unknown = [a for a in token_axes if a not in names]
+    if unknown:
+        raise ValueError(f"token_axes {token_axes} names {unknown}, which the mesh does not have; its axes are {names}.")
+    if axis is not None and mesh.shape[axis] > 1 and axis not in token_axes:
+        raise ValueError(
+            f"token_axes {token_axes} must contain the EP axis {axis!r}: each rank of the group brings its own tokens."
+        )
+    return token_axes
+
+
+def _reshard(args: Any, specs: Any, mesh: Any) -> Any:
+    """Explicit mesh axes want their shardings spelled out; on Auto axes ``shard_map`` reshards by itself."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return args
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
+    return jax.tree.map(jax.reshard, args, shardings)

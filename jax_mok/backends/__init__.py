@@ -1,0 +1,45 @@
+"""Which backend runs a call. Each is tried in order and says why it refuses."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+
+from jax_mok._call import Call
+from jax_mok.backends import ffi
+
+NATIVE = ("cpu", "cuda")
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def platform_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None) -> str:
+    """The platform ("cpu", "cuda", ...) that a call on this mesh will run on."""
+    device: Any = None if mesh is None else getattr(mesh.abstract_mesh, "abstract_device", None)
+    if device is None:
+        device = jax.config.jax_default_device
+    platform = getattr(device, "platform", device) or jax.default_backend()
+    return "cuda" if platform == "gpu" else str(platform)
+
+
+def select(call: Call, platform: str) -> str:
+    """The backend for this call: the one asked for, or with "auto" the best that fits."""
+    asked = call.config.backend
+    if asked in ("xla", "reference"):
+        return asked
+    if asked == "auto":
+        why = ffi.refusal(call, platform, platform) if platform in NATIVE else f"no kernel for platform {platform!r}"
+        if why is None:
+            return platform
+        _say_once(f"jax_mok: {why}; running this layer with backend='xla'.")
+        return "xla"
+    why = ffi.refusal(call, asked, platform)
+    if why is not None:
+        raise NotImplementedError(f"MoEConfig(backend={asked!r}): {why}. Use backend='auto' or backend='xla'.")
+    return asked

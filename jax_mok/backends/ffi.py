@@ -1,0 +1,135 @@
+"""The native backends: one foreign call forward, one backward. Pure calls; attributes are stable values only."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_mok import _varying, runtime
+from jax_mok._call import Call
+from jax_mok._config import Experts
+from jax_mok.backends.collectives import RawStats
+
+FORWARD = "jax_mok_forward"
+BACKWARD = "jax_mok_backward"
+
+
+class Saved(NamedTuple):
+    """What ``residuals="save"`` keeps: routed rows ``[R, H]``, gate and up ``[R, I]``; of the shared expert gate and
+    up ``[T, I_s]``. ``R`` = row capacity, padding counted; only rows in use are written. Empty with "recompute"."""
+
+    rows: Any
+    gate: Any
+    up: Any
+    shared_gate: Any
+    shared_up: Any
+
+
+def refusal(call: Call, backend: str, platform: str) -> str | None:
+    """Why the native backend cannot run this call, or ``None`` if it can."""
+    if backend != platform:
+        return f"the {backend!r} kernels run on {backend} devices, and this call is placed on {platform!r}"
+    if backend == "cuda":
+        return "this version has no CUDA kernels yet"
+    if (why := runtime.load_error()) is not None:
+        return why
+    if call.axis is not None:
+        mesh = jax.sharding.get_abstract_mesh()
+        auto = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]
+        if auto:
+            return f"mesh axes {auto} are not manual in the surrounding shard_map"
+    return None
+
+
+def _coordinates(call: Call, like: Any) -> Any:
+    """int32 [2]: this rank's place in its EP group, and the group's number among the mesh's groups."""
+    mesh = jax.sharding.get_abstract_mesh()
+    rank, group = jnp.int32(0), jnp.int32(0)
+    if call.axis is not None:
+        rank = jax.lax.axis_index(call.axis).astype(jnp.int32)
+        for axis in mesh.axis_names:
+            if axis != call.axis:
+                group = group * mesh.shape[axis] + jax.lax.axis_index(axis).astype(jnp.int32)
+    axes = _varying.union_of((like, rank, group))
+    return jnp.stack(_varying.vary_over((rank, group), axes))
+
+
+def _attributes(call: Call) -> dict[str, Any]:
+    """Everything the handlers need beyond shapes, in words a reader of the lowered program understands."""
+    return dict(
+        ranks=np.int64(call.ranks),
+        experts=np.int64(call.experts),
+        max_rows=np.int64(call.max_rows),
+        timeout_s=np.float64(call.config.timeout_s),
+        residuals=call.config.residuals,
+        axis="" if call.axis is None else str(call.axis),
+    )
+
+
+def _operands(call: Call, *groups: Any) -> list[Any]:
+    """Flat operands that all vary over the same axes, as a foreign call requires; coordinates first."""
+    leaves = jax.tree.leaves(groups)
+    coords = _coordinates(call, leaves[0])
+    return jax.tree.leaves(_varying.vary_over((coords, leaves), _varying.axes_of(coords)))
+
+
+def _shared_or_empty(call: Call, shared: Experts | None, like: Any) -> Experts:
+    if shared is not None:
+        return shared
+    wide = jnp.zeros((call.hidden, 0), like.dtype)
+    return _varying.vary_over(Experts(wide, wide, wide.T), _varying.axes_of(like))
+
+
+def forward(
+    call: Call, backend: str, x: Any, expert_ids: Any, router_weights: Any, experts: Experts, shared: Any, *, save: bool
+) -> tuple[Any, RawStats, Saved]:
+    """Returns ``y [T, H]``, the stats, and the residuals (empty unless ``save``)."""
+    rows = runtime.padded_rows(call) if save else 0
+    tokens = call.tokens if save else 0
+    width = call.inter
+
+    def out(*shape: int, dtype: Any = x.dtype) -> jax.ShapeDtypeStruct:
+        return _varying.struct(shape, dtype, like=x)
+
+    def agreed(*shape: int) -> jax.ShapeDtypeStruct:  # the same on every rank of the group
+        return _varying.struct(shape, jnp.int32, like=x, without=(call.axis,))
+
+    results = (
+        out(call.tokens, call.hidden),
+        agreed(call.experts),
+        agreed(call.ranks),
+        agreed(),
+        out(rows, call.hidden),
+        out(rows, width),
+        out(rows, width),
+        out(tokens, call.shared_inter),
+        out(tokens, call.shared_inter),
+    )
+    operands = _operands(call, x, expert_ids, router_weights, experts, _shared_or_empty(call, shared, x))
+    y, per_expert, rows_per_rank, status, *saved = jax.ffi.ffi_call(FORWARD, results)(
+        *operands, **_attributes(call), save=np.int64(save)
+    )
+    return y, RawStats(per_expert, rows_per_rank, status), Saved(*saved)
+
+
+def backward(
+    call: Call,
+    backend: str,
+    x: Any,
+    expert_ids: Any,
+    router_weights: Any,
+    experts: Experts,
+    shared: Experts | None,
+    saved: Saved,
+    dy: Any,
+) -> tuple[Any, Any, Experts, Experts | None]:
+    """Returns the gradients of ``x``, ``router_weights``, ``experts`` and ``shared``."""
+    shared_or_empty = _shared_or_empty(call, shared, x)
+    likes = (x, router_weights, *experts, *shared_or_empty)
+    results = tuple(_varying.struct(a.shape, a.dtype, like=x) for a in likes)
+    operands = _operands(call, x, expert_ids, router_weights, experts, shared_or_empty, saved, dy)
+    dx, dw, *grads = jax.ffi.ffi_call(BACKWARD, results)(*operands, **_attributes(call))
+    return dx, dw, Experts(*grads[:3]), None if shared is None else Experts(*grads[3:])

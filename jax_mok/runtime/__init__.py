@@ -1,0 +1,58 @@
+"""The native module: loaded once, its foreign calls registered with XLA on import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jax_mok._call import Call
+
+try:
+    from jax_mok import _native
+except ImportError as error:  # a source tree that was not built; "xla" and "reference" still work
+    _native: Any = None
+    _why = f"the native module jax_mok._native is not built ({error}); install the package with pip"
+else:
+    _why = None
+    for _name, _type in _native.types().items():
+        jax.ffi.register_ffi_type(_name, _type, platform="cpu")
+    for _name, _stages in _native.handlers().items():
+        jax.ffi.register_ffi_target(_name, _stages, platform="cpu")
+
+
+def load_error() -> str | None:
+    """Why the native module cannot be used, or ``None``."""
+    return _why
+
+
+def native() -> Any:
+    """The native module. Raises ``RuntimeError`` if it is not built."""
+    if _native is None:
+        raise RuntimeError(_why)
+    return _native
+
+
+def _shape(call: Call) -> tuple[int, ...]:
+    elem_bytes = {"bfloat16": 2, "float32": 4}[call.dtype]
+    return (
+        call.ranks,
+        call.experts,
+        call.top_k,
+        elem_bytes,
+        call.tokens,
+        call.hidden,
+        call.inter,
+        call.shared_inter,
+        call.max_rows,
+    )
+
+
+def padded_rows(call: Call) -> int:
+    """Rows of a rank's routed buffer: its capacity plus the padding of expert segments."""
+    return native().padded_rows(*_shape(call))
+
+
+def arena_bytes(call: Call) -> int:
+    """Bytes of a rank's symmetric arena for this call."""
+    return native().arena_bytes(*_shape(call))
