@@ -1,0 +1,91 @@
+"""Checkpoints through orbax: parameters, optimizer state and the losses so far."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+from jax_mok.demo.settings import Settings
+
+_MARKER = "run.json"
+
+
+class Checkpoints:
+    """The checkpoints of one run, under ``settings.output``; a context manager.
+
+    A new run replaces the checkpoints of an earlier one in the same directory, a resumed one adds to them.
+
+    **Raises** ``FileExistsError`` for a new run in a directory that holds something else, ``FileNotFoundError`` and
+    ``ValueError`` for a resume without a run to continue or with other settings.
+    """
+
+    def __init__(self, settings: Settings, *, resume: bool) -> None:
+        output = settings.output.absolute()
+        directory, marker = output / "checkpoints", output / _MARKER
+        identity = json.loads(json.dumps(settings.identity))
+        if resume:
+            _check_same_run(marker, identity)
+        elif directory.exists():
+            if not marker.exists():
+                raise FileExistsError(
+                    f"{directory} exists and was not written by this demo (no {_MARKER} beside it). "
+                    "Choose another output directory."
+                )
+            shutil.rmtree(directory)
+        output.mkdir(parents=True, exist_ok=True)
+        marker.write_text(json.dumps(identity, indent=2) + "\n")
+        self._manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(create=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._manager.close()
+
+    def steps(self) -> list[int]:
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, state: Any, losses: list[float]) -> None:
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(_named(state)), losses=ocp.args.JsonSave({"nats": losses})
+        )
+        self._manager.save(step, args=items)
+        self._manager.wait_until_finished()
+
+    def restore(self, step: int, like: Any) -> tuple[Any, list[float]]:
+        """The state saved after ``step``, with the structure and the shardings of ``like``, and the losses so far."""
+        named = _named(like)
+        target = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in named.items()}
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(target), losses=ocp.args.JsonRestore())
+        saved: Any = self._manager.restore(step, args=items)
+        leaves = [saved.state[name] for name in named]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), list(saved.losses["nats"])
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """Leaves by path: what is on disk does not depend on a framework's container classes."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _check_same_run(marker: Path, identity: dict[str, Any]) -> None:
+    if not marker.exists():
+        raise FileNotFoundError(f"There is no run to resume: {marker} does not exist. Start one without resume.")
+    before = json.loads(marker.read_text())
+    changed = [
+        f"{name}: {before.get(name)!r} then, {now!r} now" for name, now in identity.items() if before.get(name) != now
+    ]
+    if changed:
+        raise ValueError(
+            f"The run in {marker.parent} had other settings ({'; '.join(changed)}). Resume it with the same ones, or "
+            "start a new run without resume."
+        )

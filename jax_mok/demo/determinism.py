@@ -1,0 +1,53 @@
+"""Digests that show whether two computations gave the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import jax_mok as mok
+from jax_mok.backends import ffi
+from jax_mok.demo.task import RoutedCall
+
+
+def digest(tree: Any) -> str:
+    """sha256 over path, dtype, shape and bytes of every leaf."""
+    found = hashlib.sha256()
+    for path, leaf in jax.tree.leaves_with_path(jax.device_get(tree)):
+        array = np.ascontiguousarray(leaf)
+        found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
+        found.update(array.tobytes())
+    return found.hexdigest()
+
+
+class GradientDigests(NamedTuple):
+    """Of one ``mok.moe`` call at one EP size: a digest per array, and whether the native kernels ran it."""
+
+    digests: dict[str, str]
+    native: bool
+
+
+def routed_gradients(call: RoutedCall, mesh: Mesh, config: mok.MoEConfig) -> GradientDigests:
+    """Digests of output and gradients of ``call`` (host arrays, the whole batch) on the EP group of ``mesh``, for one
+    fixed cotangent."""
+    dy = jax.random.normal(jax.random.key(0), call.x.shape, jnp.float32).astype(call.x.dtype)
+
+    @jax.jit
+    def gradients(x: jax.Array, router_weights: jax.Array, experts: mok.Experts, dy: jax.Array) -> dict[str, jax.Array]:
+        def layer(x: jax.Array, router_weights: jax.Array, experts: mok.Experts) -> jax.Array:
+            return mok.moe(x, call.expert_ids, router_weights, experts, mesh=mesh, config=config)
+
+        y, pullback = jax.vjp(layer, x, router_weights, experts)
+        dx, dw, d_experts = pullback(dy)
+        return {"y": y, "dx": dx, "d_router_weights": dw, **{f"d_{k}": v for k, v in d_experts._asdict().items()}}
+
+    args = (call.x, call.router_weights, call.experts, dy)
+    native = ffi.BACKWARD in gradients.lower(*args).as_text()
+    with mok.typed_errors():
+        results = jax.block_until_ready(gradients(*args))
+    return GradientDigests({name: digest(value) for name, value in results.items()}, native)

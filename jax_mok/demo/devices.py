@@ -1,0 +1,36 @@
+"""Devices and the mesh: real GPUs where there are some, otherwise virtual CPU devices."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+_FLAG = "xla_force_host_platform_device_count"
+
+
+def request(count: int) -> None:
+    """Asks for ``count`` virtual CPU devices. Call before anything that touches a device; GPUs are not affected."""
+    if _FLAG in os.environ.get("XLA_FLAGS", ""):
+        return  # the caller has decided, and JAX refuses to be told twice
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        return  # JAX is running already; expert_mesh says so if there are too few
+
+
+def expert_mesh(count: int) -> Mesh:
+    """A mesh with one axis, ``"expert"``, over the first ``count`` devices.
+
+    **Raises** ``ValueError`` if there are fewer.
+    """
+    found = jax.devices()
+    if len(found) < count:
+        fix = (
+            f"set XLA_FLAGS=--{_FLAG}={count} before JAX starts"
+            if found[0].platform == "cpu"
+            else "use the others' number, or JAX_PLATFORMS=cpu for virtual devices"
+        )
+        raise ValueError(f"{count} devices were asked for and JAX has {len(found)} ({found[0].platform}): {fix}.")
+    return jax.make_mesh((count,), ("expert",), devices=found[:count], axis_types=(AxisType.Auto,))

@@ -1,0 +1,101 @@
+"""What the demo trains and how. Frozen: a run is a pure function of these values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Literal, get_args
+
+import jax_mok as mok
+
+Framework = Literal["flax", "equinox"]
+Replay = Literal["checkpoint", "scratch"]
+
+VOCABULARY = 256  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the byte-level transformer: per layer one causal attention and one MoE block."""
+
+    layers: int = 2
+    hidden: int = 128
+    heads: int = 4
+    inter: int = 256
+    experts: int = 16
+    top_k: int = 2
+    sequence: int = 128
+    moe: mok.MoEConfig = dataclasses.field(default_factory=mok.MoEConfig)
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """One training run.
+
+    **Arguments**
+
+    - ``framework``: ``"flax"`` (NNX) or ``"equinox"``.
+    - ``model``: :class:`ModelConfig`.
+    - ``steps``: optimizer steps in total, those before a resume included.
+    - ``batch``: sequences per step; a multiple of ``devices``.
+    - ``devices``: EP ranks; virtual ones where the machine has only CPUs.
+    - ``learning_rate``, ``warmup``: AdamW's peak rate, reached after ``warmup`` steps and held. No decay: the rate at
+      a step must not depend on ``steps``, or a run could not be prolonged.
+    - ``seed``: of the initial parameters and of the order of the data.
+    - ``checkpoint_every``: steps between checkpoints; 0 = one halfway and one at the end.
+    - ``replay``: where the second run of the determinism report starts.
+    - ``corpus_bytes``: how much text to read.
+    - ``output``: directory for checkpoints, loss curve and report.
+    """
+
+    framework: Framework = "flax"
+    model: ModelConfig = ModelConfig()
+    steps: int = 120
+    batch: int = 16
+    devices: int = 8
+    learning_rate: float = 3e-3
+    warmup: int = 20
+    seed: int = 0
+    checkpoint_every: int = 0
+    replay: Replay = "checkpoint"
+    corpus_bytes: int = 4_000_000
+    output: Path = Path("runs")
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("framework", get_args(Framework)), ("replay", get_args(Replay))):
+            if (given := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(map(repr, allowed))}.")
+        for name, least in (("steps", 2), ("batch", 1), ("devices", 1), ("warmup", 1), ("checkpoint_every", 0)):
+            if (given := getattr(self, name)) < least:
+                raise ValueError(f"{name} is {given}; it must be at least {least}.")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate is {self.learning_rate}; it must be a finite number greater than 0.")
+        if self.batch % self.devices:
+            raise ValueError(
+                f"batch = {self.batch} sequences cannot be spread evenly over {self.devices} devices; "
+                f"use a multiple of {self.devices}."
+            )
+        if self.model.experts % self.devices:
+            raise ValueError(
+                f"{self.model.experts} experts cannot be spread evenly over {self.devices} devices; use a number of "
+                f"devices that divides {self.model.experts}."
+            )
+
+    @property
+    def checkpoint_steps(self) -> frozenset[int]:
+        """Steps after which the state is saved; always one before the last, so that a replay has where to start."""
+        every = self.checkpoint_every or max(1, self.steps // 2)
+        return frozenset({*range(every, self.steps, every), self.steps})
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """The values that a resumed run must share with the run it continues."""
+        values = dataclasses.asdict(self)
+        for free in ("steps", "checkpoint_every", "replay", "output"):
+            del values[free]
+        return values
