@@ -41,6 +41,7 @@ def _identity_primitive(name: str) -> Primitive:
 
 _reverse_only_p = _identity_primitive("jax_mok_reverse_mode_only")
 _first_order_p = _identity_primitive("jax_mok_first_order_only")
+_constant_p = _identity_primitive("jax_mok_constant")
 _tangent_p = Primitive("jax_mok_tangent")
 
 
@@ -65,6 +66,12 @@ def _refuse_second(*_: Any, **__: Any) -> NoReturn:
     raise NotImplementedError(_SECOND)
 
 
+def _no_tangents(primals: Any, _: Any) -> tuple[Any, Any]:
+    out = _constant_p.bind(*primals)
+    return out, [ad.Zero(jax.typeof(p).to_tangent_aval()) for p in out]
+
+
+ad.primitive_jvps[_constant_p] = _no_tangents
 ad.primitive_jvps[_reverse_only_p] = _reverse_only_jvp
 ad.primitive_jvps[_first_order_p] = _refuse_second
 
@@ -82,3 +89,9 @@ def reverse_mode_only(tree: Any) -> Any:
 def first_order_only(tree: Any) -> Any:
     """``tree``, refusing any differentiation and vmap."""
     return _through(_first_order_p, tree)
+
+
+def constant(tree: Any) -> Any:
+    """``tree``, cut off from differentiation. (``stop_gradient`` leaves integers as they are, and ``custom_vjp`` gives
+    its integer outputs tangents, which not every operation takes.)"""
+    return _through(_constant_p, tree)

@@ -31,7 +31,8 @@ def apply(
     if backend == "xla":
         return xla.run(call, x, expert_ids, router_weights, experts, shared)
     args = (x, expert_ids, router_weights, experts, shared)
-    return _native_moe(call, backend, *_guard.reverse_mode_only(args))
+    y, stats = _native_moe(call, backend, *_guard.reverse_mode_only(args))
+    return y, _guard.constant(stats)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

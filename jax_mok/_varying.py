@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 Axes = frozenset[Hashable]
 
@@ -37,4 +38,6 @@ def struct(shape: tuple[int, ...], dtype: Any, like: Any, without: Iterable[Hash
     """Result type of a foreign call whose value varies over the axes of ``like`` except ``without``."""
     kind = jax.typeof(like).manual_axis_type
     kind = kind.update(varying=frozenset(kind.varying) - frozenset(without))
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind)
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec(*[None] * len(shape)))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding, manual_axis_type=kind)

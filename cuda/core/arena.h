@@ -21,8 +21,10 @@ struct ArenaLayout {
   int64_t slots;        // [T * K] i32 slot numbers sorted by expert
   int64_t counts;       // [E] i32 slots of this rank per expert
   int64_t verdict;      // Verdict
-  int64_t rows_ready;   // [P, row blocks] u64 generation, written by the owner of the block
   int64_t bytes;
+  // Row-block flags, [P, row blocks] u64 generations, written by the owner of the block. A region of their own: only
+  // generations are ever stored there, so a flag of another shape's layout is just an old generation.
+  int64_t flag_bytes;
 };
 
 MOK_HD int64_t max_blocks(const Shape& s, const Tiles& t) { return padded_rows(s, t) / t.block_m; }
@@ -45,8 +47,8 @@ MOK_HD ArenaLayout arena_layout(const Shape& s, const Tiles& t) {
   a.slots = take(s.slots() * 4);
   a.counts = take(int64_t{s.experts} * 4);
   a.verdict = take(sizeof(Verdict));
-  a.rows_ready = take(int64_t{s.ranks} * max_blocks(s, t) * 8);
   a.bytes = at;
+  a.flag_bytes = int64_t{s.ranks} * max_blocks(s, t) * 8;
   return a;
 }
 

@@ -15,7 +15,7 @@
 
 namespace mok {
 
-// Flag words of one rank, indexed by the writing peer. `rows` flags are apart (ArenaLayout::rows_ready).
+// Flag words of one rank, indexed by the writing peer. `rows` flags are apart (ArenaLayout::flag_bytes).
 struct FlagLayout {
   static constexpr int32_t published = 0;
   static constexpr int32_t finished = 1;

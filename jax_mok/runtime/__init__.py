@@ -15,8 +15,6 @@ except ImportError as error:  # a source tree that was not built; "xla" and "ref
     _why = f"the native module jax_mok._native is not built ({error}); install the package with pip"
 else:
     _why = None
-    for _name, _type in _native.types().items():
-        jax.ffi.register_ffi_type(_name, _type, platform="cpu")
     for _name, _stages in _native.handlers().items():
         jax.ffi.register_ffi_target(_name, _stages, platform="cpu")
 

@@ -1,0 +1,43 @@
+// The Python module jax_mok._native.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "../cpu/group.h"
+#include "../cpu/rank_call.h"
+#include "cpu_handlers.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+mok::Shape shape_of(int32_t ranks, int32_t experts, int32_t top_k, int32_t elem_bytes, int64_t tokens, int64_t hidden,
+                    int64_t inter, int64_t shared_inter, int64_t max_rows) {
+  return {ranks, experts, top_k, elem_bytes, tokens, hidden, inter, shared_inter, max_rows};
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "The C++ side of jax_mok: the CPU backend and its XLA foreign calls.";
+
+  m.def("handlers", [] {
+    nb::dict all;
+    for (const auto& h : mok::ffi::cpu_handlers()) {
+      nb::dict stages;
+      stages["instantiate"] = nb::capsule(h.instantiate);
+      stages["execute"] = nb::capsule(h.execute);
+      all[h.name] = stages;
+    }
+    return all;
+  }, "Foreign call name -> capsules by stage, for jax.ffi.register_ffi_target.");
+  m.def("padded_rows", [](int32_t p, int32_t e, int32_t k, int32_t b, int64_t t, int64_t h, int64_t i, int64_t s, int64_t r) {
+    return mok::padded_rows(shape_of(p, e, k, b, t, h, i, s, r), mok::cpu::kTiles);
+  }, "Rows of a rank's routed buffer, padding counted.");
+  m.def("arena_bytes", [](int32_t p, int32_t e, int32_t k, int32_t b, int64_t t, int64_t h, int64_t i, int64_t s, int64_t r) {
+    const auto layout = mok::arena_layout(shape_of(p, e, k, b, t, h, i, s, r), mok::cpu::kTiles);
+    return layout.bytes + layout.flag_bytes;
+  }, "Bytes of a rank's symmetric arena.");
+  m.def("isa", [] { return std::string(mok::cpu::tile_ops(4).isa); }, "Instruction set of the tile kernels in use.");
+  m.def("total_arena_bytes", &mok::cpu::total_arena_bytes, "Bytes of all arenas of the process.");
+  m.def("poison_arenas", &mok::cpu::poison_all, "For tests: fills all arenas and scratch memory with NaN.");
+}
