@@ -16,6 +16,7 @@ Sources:
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -145,7 +146,7 @@ def expert_load(expert_ids: jax.Array, num_experts: int) -> jax.Array:
 
     **Returns** int32 ``[E]``.
     """
-    return _one_hot(expert_ids, num_experts).sum(axis=tuple(range(expert_ids.ndim)), dtype=jnp.int32)
+    return _count(expert_ids, num_experts)
 
 
 def update_selection_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
@@ -197,8 +198,14 @@ def _top_ids(ranking: jax.Array, k: int) -> jax.Array:
     return jax.lax.top_k(jax.lax.stop_gradient(ranking), k)[1].astype(jnp.int32)
 
 
+# jit even when called eagerly: the [..., K, E] comparisons below are never held in memory once they are fused.
+@functools.partial(jax.jit, static_argnums=1)
+def _count(expert_ids: jax.Array, num_experts: int) -> jax.Array:
+    return _one_hot(expert_ids, num_experts).sum(axis=tuple(range(expert_ids.ndim)), dtype=jnp.int32)
+
+
+@jax.jit
 def _chosen(scores: jax.Array, expert_ids: jax.Array) -> jax.Array:
-    # select, not multiply: a NaN of an expert that was not chosen stays there
     return jnp.where(_one_hot(expert_ids, scores.shape[-1]), scores[..., None, :], 0).sum(axis=-1)
 
 

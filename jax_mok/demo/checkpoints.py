@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
-from jax_mok.demo.settings import Settings
+from jax_mok.demo.settings import Settings, SettingsError
 
 _MARKER = "run.json"
 
@@ -21,8 +21,8 @@ class Checkpoints:
 
     A new run replaces the checkpoints of an earlier one in the same directory, a resumed one adds to them.
 
-    **Raises** ``FileExistsError`` for a new run in a directory that holds something else, ``FileNotFoundError`` and
-    ``ValueError`` for a resume without a run to continue or with other settings.
+    **Raises** ``SettingsError`` for a new run in a directory that holds something else, and for a resume without a run
+    to continue or with other settings.
     """
 
     def __init__(self, settings: Settings, *, resume: bool) -> None:
@@ -33,7 +33,7 @@ class Checkpoints:
             _check_same_run(marker, identity)
         elif directory.exists():
             if not marker.exists():
-                raise FileExistsError(
+                raise SettingsError(
                     f"{directory} exists and was not written by this demo (no {_MARKER} beside it). "
                     "Choose another output directory."
                 )
@@ -79,13 +79,13 @@ def _named(tree: Any) -> dict[str, Any]:
 
 def _check_same_run(marker: Path, identity: dict[str, Any]) -> None:
     if not marker.exists():
-        raise FileNotFoundError(f"There is no run to resume: {marker} does not exist. Start one without resume.")
+        raise SettingsError(f"There is no run to resume: {marker} does not exist. Start one without resume.")
     before = json.loads(marker.read_text())
     changed = [
         f"{name}: {before.get(name)!r} then, {now!r} now" for name, now in identity.items() if before.get(name) != now
     ]
     if changed:
-        raise ValueError(
+        raise SettingsError(
             f"The run in {marker.parent} had other settings ({'; '.join(changed)}). Resume it with the same ones, or "
             "start a new run without resume."
         )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jax_mok.demo.settings import SettingsError
+
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
@@ -16,7 +18,7 @@ def load(max_bytes: int, root: Path | None = None) -> np.ndarray:
     The same interpreter gives the same bytes on every run and in every process; another Python version has another
     library and so another corpus.
 
-    **Raises** ``FileNotFoundError`` where the library has no sources (some embedded Pythons ship bytecode only).
+    **Raises** ``SettingsError`` where the library has no sources (some embedded Pythons ship bytecode only).
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     files = sorted(
@@ -31,7 +33,7 @@ def load(max_bytes: int, root: Path | None = None) -> np.ndarray:
         chunks.append(path.read_bytes()[: max_bytes - size])
         size += len(chunks[-1])
     if not size:
-        raise FileNotFoundError(
+        raise SettingsError(
             f"No Python sources under {root}: the demo trains on the standard library's *.py files. "
             "Use a Python that ships them, or pass another directory."
         )
@@ -42,7 +44,7 @@ def batch(text: np.ndarray, seed: int, step: int, size: int, sequence: int) -> n
     """int32 ``[size, sequence + 1]``: random windows of the text, a pure function of ``(seed, step)``, so that a
     resumed run sees the data it would have seen."""
     if len(text) <= sequence:
-        raise ValueError(
+        raise SettingsError(
             f"The corpus has {len(text)} bytes and a window needs {sequence + 1}; read more text (corpus_bytes) or "
             "use a shorter sequence."
         )

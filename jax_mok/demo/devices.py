@@ -7,6 +7,8 @@ import os
 import jax
 from jax.sharding import AxisType, Mesh
 
+from jax_mok.demo.settings import SettingsError
+
 _FLAG = "xla_force_host_platform_device_count"
 
 
@@ -23,14 +25,14 @@ def request(count: int) -> None:
 def expert_mesh(count: int) -> Mesh:
     """A mesh with one axis, ``"expert"``, over the first ``count`` devices.
 
-    **Raises** ``ValueError`` if there are fewer.
+    **Raises** ``SettingsError`` if there are fewer.
     """
     found = jax.devices()
     if len(found) < count:
         fix = (
             f"set XLA_FLAGS=--{_FLAG}={count} before JAX starts"
             if found[0].platform == "cpu"
-            else "use the others' number, or JAX_PLATFORMS=cpu for virtual devices"
+            else f"ask for at most {len(found)}, or set JAX_PLATFORMS=cpu for virtual devices"
         )
-        raise ValueError(f"{count} devices were asked for and JAX has {len(found)} ({found[0].platform}): {fix}.")
+        raise SettingsError(f"{count} devices were asked for and JAX has {len(found)} ({found[0].platform}): {fix}.")
     return jax.make_mesh((count,), ("expert",), devices=found[:count], axis_types=(AxisType.Auto,))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import time
 from typing import Any
@@ -16,7 +15,7 @@ from rich.table import Table
 from jax_mok.demo import corpus, determinism, devices, plot
 from jax_mok.demo.checkpoints import Checkpoints
 from jax_mok.demo.loop import State, Trainer
-from jax_mok.demo.settings import Settings
+from jax_mok.demo.settings import Settings, SettingsError
 from jax_mok.demo.task import Task
 
 _EP_SIZES = (1, 2, 4, 8)
@@ -63,20 +62,13 @@ class Report:
         return found
 
 
-def build(settings: Settings, mesh: jax.sharding.Mesh) -> Task:
-    """The task of the framework that ``settings`` names."""
-    module = importlib.import_module(f"jax_mok.demo.model_{settings.framework}")
-    return module.build(settings.model, mesh, settings.seed)
-
-
-def run(settings: Settings, *, resume: bool = False, console: Console | None = None) -> Report:
+def run(
+    task: Task, mesh: jax.sharding.Mesh, settings: Settings, *, resume: bool = False, console: Console | None = None
+) -> Report:
     """Trains, then trains again, and compares; writes checkpoints, ``loss.png`` and ``report.json``."""
     console = console or Console()
     began = time.perf_counter()
-    devices.request(settings.devices)
-    mesh = devices.expert_mesh(settings.devices)
     text = corpus.load(settings.corpus_bytes)
-    task = build(settings, mesh)
     trainer = Trainer(task, mesh, settings, text)
     count = sum(a.size for a in jax.tree.leaves(task.params))
     console.print(
@@ -115,10 +107,10 @@ def _train(
     if resume:
         saved = checkpoints.steps()
         if not saved:
-            raise FileNotFoundError(f"The run in {settings.output} has no checkpoint yet. Start it without resume.")
+            raise SettingsError(f"The run in {settings.output} has no checkpoint yet. Start it without resume.")
         first = saved[-1]
         if first > settings.steps:
-            raise ValueError(
+            raise SettingsError(
                 f"The run in {settings.output} has {first} steps already and {settings.steps} were asked for; ask for "
                 "more steps."
             )

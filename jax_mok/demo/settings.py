@@ -15,6 +15,10 @@ Replay = Literal["checkpoint", "scratch"]
 VOCABULARY = 256  # bytes
 
 
+class SettingsError(ValueError):
+    """What was asked for is impossible here; the message says what to change."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Sizes of the byte-level transformer: per layer one causal attention and one MoE block."""
@@ -30,7 +34,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads:
-            raise ValueError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}.")
+            raise SettingsError(f"hidden = {self.hidden} must be a multiple of heads = {self.heads}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,19 +73,19 @@ class Settings:
     def __post_init__(self) -> None:
         for name, allowed in (("framework", get_args(Framework)), ("replay", get_args(Replay))):
             if (given := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(map(repr, allowed))}.")
+                raise SettingsError(f"{name} is {given!r}; it must be one of {', '.join(map(repr, allowed))}.")
         for name, least in (("steps", 2), ("batch", 1), ("devices", 1), ("warmup", 1), ("checkpoint_every", 0)):
             if (given := getattr(self, name)) < least:
-                raise ValueError(f"{name} is {given}; it must be at least {least}.")
+                raise SettingsError(f"{name} is {given}; it must be at least {least}.")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise ValueError(f"learning_rate is {self.learning_rate}; it must be a finite number greater than 0.")
+            raise SettingsError(f"learning_rate is {self.learning_rate}; it must be a finite number greater than 0.")
         if self.batch % self.devices:
-            raise ValueError(
+            raise SettingsError(
                 f"batch = {self.batch} sequences cannot be spread evenly over {self.devices} devices; "
                 f"use a multiple of {self.devices}."
             )
         if self.model.experts % self.devices:
-            raise ValueError(
+            raise SettingsError(
                 f"{self.model.experts} experts cannot be spread evenly over {self.devices} devices; use a number of "
                 f"devices that divides {self.model.experts}."
             )

@@ -1,0 +1,184 @@
+"""The commands and their options. Each imports what it needs when it runs, so that ``doctor`` works without the
+packages of ``demo``."""
+
+from __future__ import annotations
+
+import importlib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+class Framework(StrEnum):
+    FLAX = "flax"
+    EQUINOX = "equinox"
+
+
+class Replay(StrEnum):
+    CHECKPOINT = "checkpoint"
+    SCRATCH = "scratch"
+
+
+class Dtype(StrEnum):
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+class Residuals(StrEnum):
+    SAVE = "save"
+    RECOMPUTE = "recompute"
+
+
+class Backend(StrEnum):
+    AUTO = "auto"
+    CUDA = "cuda"
+    CPU = "cpu"
+    XLA = "xla"
+    REFERENCE = "reference"
+
+
+Devices = Annotated[int, typer.Option(min=1, help="EP ranks; virtual CPU devices where there are no GPUs.")]
+Output = Annotated[Path, typer.Option(file_okay=False, help="Directory for what the command writes.")]
+
+
+@app.callback()
+def about() -> None:
+    """Fused, deterministic mixture-of-experts layers for JAX."""
+
+
+@app.command()
+def doctor() -> None:
+    """Says what this machine can run, and why not the rest. Exit code 0 if the layer runs natively, 1 otherwise."""
+    from jax_mok.cli.doctor import examine
+
+    raise typer.Exit(0 if examine() else 1)
+
+
+@app.command()
+def demo(
+    framework: Framework = Framework.FLAX,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps, those before a resume included.")] = 120,
+    devices: Devices = 8,
+    output: Annotated[Path | None, typer.Option(help="Default: runs/demo-FRAMEWORK.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output directory.")] = False,
+    replay: Annotated[
+        Replay, typer.Option(help="Where the second run, for the comparison, starts.")
+    ] = Replay.CHECKPOINT,
+    backend: Backend = Backend.AUTO,
+    seed: int = 0,
+) -> None:
+    """Trains a small byte-level MoE transformer twice and compares the results bit by bit, in about two minutes.
+
+    Exit code 1 if a promise of determinism was not kept."""
+    _need("demo")
+    import jax_mok as mok
+    from jax_mok.demo import devices as mesh_devices
+    from jax_mok.demo.run import run
+    from jax_mok.demo.settings import ModelConfig, Settings, SettingsError
+
+    try:
+        settings = Settings(
+            framework=framework.value,
+            model=ModelConfig(moe=mok.MoEConfig(backend=backend.value)),
+            steps=steps,
+            devices=devices,
+            seed=seed,
+            replay=replay.value,
+            output=output or Path("runs") / f"demo-{framework.value}",
+        )
+        mesh_devices.request(devices)
+        mesh = mesh_devices.expert_mesh(devices)
+        model = importlib.import_module(f"jax_mok.demo.model_{framework.value}")
+        report = run(model.build(settings.model, mesh, seed), mesh, settings, resume=resume)
+    except SettingsError as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(1 if report.failures else 0)
+
+
+@app.command()
+def inspect(
+    tokens: Annotated[int, typer.Option(min=1, help="T, over all ranks.")] = 4096,
+    hidden: Annotated[int, typer.Option(min=1, help="H")] = 1024,
+    inter: Annotated[int, typer.Option(min=1, help="I")] = 512,
+    experts: Annotated[int, typer.Option(min=1, help="E")] = 64,
+    top_k: Annotated[int, typer.Option(min=1, help="K")] = 8,
+    ranks: Annotated[int, typer.Option(min=1, help="P, the EP size.")] = 8,
+    shared_inter: Annotated[int, typer.Option(min=0, help="I_s; 0 = no shared expert.")] = 0,
+    dtype: Dtype = Dtype.BFLOAT16,
+    residuals: Residuals = Residuals.SAVE,
+    capacity_factor: Annotated[float | None, typer.Option(help="Default: dropless.")] = None,
+    backend: Backend = Backend.AUTO,
+    backward: Annotated[bool, typer.Option(help="Inspect the gradient's program.")] = True,
+) -> None:
+    """Compiles the layer for these shapes, without running it, and says what is in the program."""
+    import jax_mok as mok
+    from jax_mok.cli.inspect import compile_layer
+    from jax_mok.cli.shape import Shape
+    from jax_mok.demo.settings import SettingsError
+
+    try:
+        shape = Shape(tokens, hidden, inter, experts, top_k, ranks, dtype.value, shared_inter)
+        config = mok.MoEConfig(backend=backend.value, residuals=residuals.value, capacity_factor=capacity_factor)
+        compiled = compile_layer(shape, config, backward=backward)
+    except (SettingsError, ValueError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(str(mok.inspect(compiled)))
+
+
+@app.command()
+def bench(
+    tokens: Annotated[int, typer.Option(min=1, help="T, over all devices.")] = 512,
+    hidden: Annotated[int, typer.Option(min=1, help="H")] = 256,
+    inter: Annotated[int, typer.Option(min=1, help="I")] = 512,
+    experts: Annotated[int, typer.Option(min=1, help="E")] = 64,
+    top_k: Annotated[int, typer.Option(min=1, help="K")] = 8,
+    devices: Devices = 8,
+    dtype: Dtype = Dtype.FLOAT32,
+    residuals: Residuals = Residuals.SAVE,
+    backend: Annotated[
+        list[Backend] | None, typer.Option(help="May be repeated; default: the native one of these devices, and xla.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each program, at most.")] = 50,
+    max_seconds: Annotated[float, typer.Option(help="Stop timing after this long, and at least five calls.")] = 60.0,
+    seed: int = 0,
+    output: Output = Path("runs/bench"),
+) -> None:
+    """Times forward, and forward with backward, of the backends side by side in one run, on the same arrays.
+
+    Exit code 1 if their results do not agree."""
+    _need("bench")
+    from jax_mok.cli import bench as harness
+    from jax_mok.cli.shape import Shape
+    from jax_mok.demo.settings import SettingsError
+
+    try:
+        shape = Shape(tokens, hidden, inter, experts, top_k, devices, dtype.value)
+        names = [b.value for b in backend] if backend else None
+        result = harness.run(
+            shape,
+            names,
+            residuals=residuals.value,
+            rounds=rounds,
+            max_seconds=max_seconds,
+            seed=seed,
+            output=output,
+        )
+    except (SettingsError, NotImplementedError) as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(0 if result.agrees else 1)
+
+
+def _need(extra: str) -> None:
+    from jax_mok.cli.extras import missing
+
+    if packages := missing(extra):
+        typer.echo(
+            f"jax-mok: this command needs {', '.join(packages)}, not installed here. "
+            f"Run: pip install 'jax_mok[{extra}]'",
+            err=True,
+        )
+        raise typer.Exit(2)
