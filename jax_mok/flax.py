@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import PartitionSpec
 
 from jax_mok import _block
@@ -66,9 +66,9 @@ class MoE(nnx.Module):
 
     **Parameters**: ``router [H, E]``; ``experts.gate``, ``experts.up`` ``[E, H, I]``, ``experts.down [E, I, H]``;
     ``shared.gate``, ``shared.up`` ``[H, I_s]``, ``shared.down [I_s, H]``; and, not a parameter, ``selection_bias [E]``.
-    They carry Flax's sharding metadata (``out_sharding``), the experts over ``axis`` and the rest replicated, so
-    ``nnx.get_partition_spec`` and ``nnx.get_named_sharding`` work. With a mesh at construction, given or ambient, they
-    are placed so at once, as ``nnx.use_eager_sharding`` says.
+    They carry Flax's sharding metadata (``out_sharding``), the experts over ``axis`` and the rest replicated, for
+    ``nnx.get_partition_spec``, ``nnx.get_named_sharding`` and Linen's ``get_partition_spec``. With a mesh at
+    construction, given or ambient, they are placed so at once, as ``nnx.use_eager_sharding`` says.
 
     **Raises** ``ValueError`` where ``E`` is not a multiple of the size of ``axis``, at construction when the mesh is
     known by then, else in the call; and for sizes and names that do not fit.
@@ -113,13 +113,16 @@ class MoE(nnx.Module):
             config=config,
         )
         self.mesh = mesh
-        # Without a mesh Flax refuses to place an annotated variable; the annotation is wanted all the same.
-        placed: dict[str, Any] = {} if _block.check_mesh(self.settings, mesh) is not None else {"eager_sharding": False}
+        # In Linen the annotation is then Linen's own box, which nn.scan and nn.vmap know how to stack.
+        metadata: dict[str, Any] = {"linen_meta_type": linen.Partitioned}
         if mesh is not None:
-            placed["mesh"] = mesh
+            metadata["mesh"] = mesh
+        # Without a mesh Flax refuses to place an annotated variable; the annotation is wanted all the same.
+        if _block.check_mesh(self.settings, mesh) is None:
+            metadata["eager_sharding"] = False
 
         def param(value: jax.Array, spec: PartitionSpec) -> nnx.Param[jax.Array]:
-            return nnx.Param(value, out_sharding=tuple(spec), **placed)
+            return nnx.Param(value, out_sharding=tuple(spec), **metadata)
 
         def expert_weights(values: Experts, specs: Experts) -> ExpertWeights:
             return ExpertWeights(*map(param, values, specs))
@@ -132,7 +135,7 @@ class MoE(nnx.Module):
             shared = expert_weights(weights.shared, specs.shared)
         self.shared = shared
         bias = _block.init_selection_bias(self.settings)
-        self.selection_bias = None if bias is None else SelectionBias(bias, out_sharding=(None,), **placed)
+        self.selection_bias = None if bias is None else SelectionBias(bias, out_sharding=(None,), **metadata)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, Aux]:
         """**Arguments**: ``x [..., H]``, any float dtype.
@@ -152,4 +155,4 @@ class MoE(nnx.Module):
         """
         if self.selection_bias is None:
             raise _block.no_selection_bias()
-        self.selection_bias[...] = update_selection_bias(self.selection_bias[...], expert_load, rate)
+        self.selection_bias.set_value(update_selection_bias(self.selection_bias[...], expert_load, rate))
