@@ -13,14 +13,14 @@ from typing import Any, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_mok import _block
 from jax_mok._block import Aux, Router
 from jax_mok._config import Experts, MoEConfig
 from jax_mok.router import update_selection_bias
 
-__all__ = ["Aux", "MoE", "partition_specs", "shardings", "trainable"]
+__all__ = ["Aux", "MoE", "partition_specs", "shard", "shardings", "trainable"]
 
 
 class MoE(eqx.Module):
@@ -138,10 +138,22 @@ def partition_specs(model: Any) -> Any:
 
 
 def shardings(model: Any, mesh: jax.sharding.Mesh) -> Any:
-    """:func:`partition_specs` on this mesh, for ``eqx.filter_shard(model, shardings(model, mesh))``."""
+    """:func:`partition_specs` as ``NamedSharding`` on this mesh."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), partition_specs(model), is_leaf=lambda n: isinstance(n, PartitionSpec)
     )
+
+
+def shard(model: Any, mesh: jax.sharding.Mesh) -> Any:
+    """The model with its arrays placed by :func:`shardings`; like ``eqx.filter_shard``, and on meshes with Explicit
+    axes too. A model that is too large for one device is built in its place by
+
+        eqx.filter_jit(lambda key: shard(Model(key), mesh))(key)
+    """
+    arrays, rest = eqx.partition(model, eqx.is_array)
+    # Each kind of axis has its own word for this inside jit, and ignores or refuses the other's.
+    place = jax.device_put if AxisType.Explicit in mesh.axis_types else jax.lax.with_sharding_constraint
+    return eqx.combine(place(arrays, shardings(arrays, mesh)), rest)
 
 
 def trainable(model: Any) -> Any:
