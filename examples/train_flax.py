@@ -15,9 +15,10 @@ from pathlib import Path
 
 from jax_mok import MoEConfig
 from jax_mok.demo import devices
+from jax_mok.demo.loop import Trainer
 from jax_mok.demo.model_flax import build
 from jax_mok.demo.run import run
-from jax_mok.demo.settings import ModelConfig, Settings
+from jax_mok.demo.settings import ModelConfig, Plan, Settings
 
 
 def main() -> int:
@@ -30,14 +31,13 @@ def main() -> int:
 
     # Sixteen experts in each of two layers, two of them per token; "recompute" would trade time for memory.
     model = ModelConfig(layers=2, hidden=128, inter=256, experts=16, top_k=2, moe=MoEConfig(residuals="save"))
-    settings = Settings("flax", model, steps=args.steps, devices=args.devices, output=args.output)
+    settings = Settings("flax", model, batch=16, devices=args.devices, learning_rate=3e-3)
 
-    devices.request(settings.devices)
-    mesh = devices.expert_mesh(settings.devices)  # one axis, "expert": the batch and the experts are spread over it
-    task = build(
-        model, mesh, settings.seed
-    )  # float32 parameters placed on the mesh, and the loss as a function of them
-    report = run(task, mesh, settings, resume=args.resume)
+    devices.request(args.devices)
+    mesh = devices.expert_mesh(args.devices)  # one axis, "expert": the batch and the experts are spread over it
+    task = build(model, mesh, settings.seed)  # float32 parameters, on the mesh, and the loss as a function of them
+    trainer = Trainer(task, mesh, settings)  # AdamW and the compiled step
+    report = run(trainer, Plan(args.steps, args.output, args.resume))
     return 1 if report.failures else 0
 
 

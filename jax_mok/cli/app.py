@@ -61,7 +61,7 @@ def doctor() -> None:
 @app.command()
 def demo(
     framework: Framework = Framework.FLAX,
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps, those before a resume included.")] = 120,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps, those before a resume included.")] = 240,
     devices: Devices = 8,
     output: Annotated[Path | None, typer.Option(help="Default: runs/demo-FRAMEWORK.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output directory.")] = False,
@@ -76,24 +76,19 @@ def demo(
     Exit code 1 if a promise of determinism was not kept."""
     _need("demo")
     import jax_mok as mok
-    from jax_mok.demo import devices as mesh_devices
+    from jax_mok.demo import devices as demo_devices
+    from jax_mok.demo.loop import Trainer
     from jax_mok.demo.run import run
-    from jax_mok.demo.settings import ModelConfig, Settings, SettingsError
+    from jax_mok.demo.settings import ModelConfig, Plan, Settings, SettingsError
 
     try:
-        settings = Settings(
-            framework=framework.value,
-            model=ModelConfig(moe=mok.MoEConfig(backend=backend.value)),
-            steps=steps,
-            devices=devices,
-            seed=seed,
-            replay=replay.value,
-            output=output or Path("runs") / f"demo-{framework.value}",
-        )
-        mesh_devices.request(devices)
-        mesh = mesh_devices.expert_mesh(devices)
-        model = importlib.import_module(f"jax_mok.demo.model_{framework.value}")
-        report = run(model.build(settings.model, mesh, seed), mesh, settings, resume=resume)
+        model = ModelConfig(moe=mok.MoEConfig(backend=backend.value))
+        settings = Settings(framework.value, model, devices=devices, seed=seed)
+        plan = Plan(steps, output or Path("runs") / f"demo-{framework.value}", resume, replay=replay.value)
+        demo_devices.request(devices)
+        mesh = demo_devices.expert_mesh(devices)
+        build = importlib.import_module(f"jax_mok.demo.model_{framework.value}").build
+        report = run(Trainer(build(model, mesh, seed), mesh, settings), plan)
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(1 if report.failures else 0)

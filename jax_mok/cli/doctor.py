@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -87,18 +88,7 @@ def _software() -> Iterator[Finding]:
         note = " (newer than any tested)" if parts > NEWEST_JAX else ""
         yield Finding(name, OLDEST_JAX <= parts <= NEWEST_JAX, f"{version}{note}; supported: {supported}")
     why = runtime.load_error()
-    if why is not None:
-        yield Finding("native module", False, why)
-        return
-    yield Finding("native module", True, ", ".join(_native_facts()))
-
-
-def _native_facts() -> Iterator[str]:
-    native = runtime.native()
-    for label, attribute in (("instruction set", "instruction_set"), ("FFI API", "ffi_api_version")):
-        value = getattr(native, attribute, None)
-        if value is not None:
-            yield f"{label} {value() if callable(value) else value}"
+    yield Finding("native module", why is None, why or f"instruction set {runtime.native().isa()}")
 
 
 def _devices() -> Iterator[Finding]:
@@ -113,7 +103,7 @@ def _devices() -> Iterator[Finding]:
 def _links() -> Iterator[Finding]:
     """How the GPUs of this host reach each other; ranks read their peers' memory."""
     try:
-        from cuda.bindings import driver  # pyright: ignore[reportMissingImports]
+        driver = importlib.import_module("cuda.bindings.driver")
     except ImportError:
         yield Finding("peer access", None, "not examined: needs pip install 'jax_mok[cuda]'")
         return

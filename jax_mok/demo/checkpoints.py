@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,13 +12,13 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
-from jax_mok.demo.settings import Settings, SettingsError
+from jax_mok.demo.settings import Plan, Settings, SettingsError
 
 _MARKER = "run.json"
 
 
 class Checkpoints:
-    """The checkpoints of one run, under ``settings.output``; a context manager.
+    """The checkpoints of one run, under ``plan.output``; a context manager.
 
     A new run replaces the checkpoints of an earlier one in the same directory, a resumed one adds to them.
 
@@ -25,11 +26,11 @@ class Checkpoints:
     to continue or with other settings.
     """
 
-    def __init__(self, settings: Settings, *, resume: bool) -> None:
-        output = settings.output.absolute()
+    def __init__(self, settings: Settings, plan: Plan) -> None:
+        output = plan.output.absolute()
         directory, marker = output / "checkpoints", output / _MARKER
-        identity = json.loads(json.dumps(settings.identity))
-        if resume:
+        identity = json.loads(json.dumps(dataclasses.asdict(settings)))
+        if plan.resume:
             _check_same_run(marker, identity)
         elif directory.exists():
             if not marker.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from typing import Any, NamedTuple
 
@@ -32,22 +33,21 @@ class GradientDigests(NamedTuple):
     native: bool
 
 
+@functools.partial(jax.jit, static_argnames=("mesh", "config"))
+def _gradients(call: RoutedCall, dy: jax.Array, *, mesh: Mesh, config: mok.MoEConfig) -> dict[str, jax.Array]:
+    def layer(x: jax.Array, router_weights: jax.Array, experts: mok.Experts) -> jax.Array:
+        return mok.moe(x, call.expert_ids, router_weights, experts, mesh=mesh, config=config)
+
+    y, pullback = jax.vjp(layer, call.x, call.router_weights, call.experts)
+    dx, dw, d_experts = pullback(dy)
+    return {"y": y, "dx": dx, "d_router_weights": dw, **{f"d_{name}": d for name, d in d_experts._asdict().items()}}
+
+
 def routed_gradients(call: RoutedCall, mesh: Mesh, config: mok.MoEConfig) -> GradientDigests:
     """Digests of output and gradients of ``call`` (host arrays, the whole batch) on the EP group of ``mesh``, for one
     fixed cotangent."""
     dy = jax.random.normal(jax.random.key(0), call.x.shape, jnp.float32).astype(call.x.dtype)
-
-    @jax.jit
-    def gradients(x: jax.Array, router_weights: jax.Array, experts: mok.Experts, dy: jax.Array) -> dict[str, jax.Array]:
-        def layer(x: jax.Array, router_weights: jax.Array, experts: mok.Experts) -> jax.Array:
-            return mok.moe(x, call.expert_ids, router_weights, experts, mesh=mesh, config=config)
-
-        y, pullback = jax.vjp(layer, x, router_weights, experts)
-        dx, dw, d_experts = pullback(dy)
-        return {"y": y, "dx": dx, "d_router_weights": dw, **{f"d_{k}": v for k, v in d_experts._asdict().items()}}
-
-    args = (call.x, call.router_weights, call.experts, dy)
-    native = ffi.BACKWARD in gradients.lower(*args).as_text()
+    native = ffi.BACKWARD in _gradients.lower(call, dy, mesh=mesh, config=config).as_text()
     with mok.typed_errors():
-        results = jax.block_until_ready(gradients(*args))
+        results = jax.block_until_ready(_gradients(call, dy, mesh=mesh, config=config))
     return GradientDigests({name: digest(value) for name, value in results.items()}, native)

@@ -28,8 +28,9 @@ class State(NamedTuple):
 class Trainer:
     """One task on one mesh: the compiled step, and runs of it from a state to a later one."""
 
-    def __init__(self, task: Task, mesh: Mesh, settings: Settings, text: np.ndarray) -> None:
-        self._settings, self._mesh, self._text = settings, mesh, text
+    def __init__(self, task: Task, mesh: Mesh, settings: Settings) -> None:
+        self.task, self.mesh, self.settings = task, mesh, settings
+        self.text = corpus.load(settings.corpus_bytes)
         rate = optax.warmup_constant_schedule(0.0, settings.learning_rate, settings.warmup)
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 
@@ -44,18 +45,19 @@ class Trainer:
             return State(optax.apply_updates(state.params, updates), moments), loss
 
         self.init = init
+        self.routed = jax.jit(task.routed)
         shardings = jax.tree.map(lambda a: a.sharding, init())
         self._step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
     def _on_mesh(self, a: jax.Array) -> jax.Array:
-        placed = isinstance(a.sharding, NamedSharding) and a.sharding.mesh == self._mesh
-        return a if placed else jax.device_put(a, NamedSharding(self._mesh, P()))
+        placed = isinstance(a.sharding, NamedSharding) and a.sharding.mesh == self.mesh
+        return a if placed else jax.device_put(a, NamedSharding(self.mesh, P()))
 
     def tokens(self, step: int) -> jax.Array:
         """The global batch of a step, spread over the mesh."""
-        s = self._settings
-        batch = corpus.batch(self._text, s.seed, step, s.batch, s.model.sequence)
-        return jax.device_put(batch, NamedSharding(self._mesh, P("expert")))
+        s = self.settings
+        batch = corpus.batch(self.text, s.seed, step, s.batch, s.model.sequence)
+        return jax.device_put(batch, NamedSharding(self.mesh, P("expert")))
 
     def run(
         self,
@@ -67,7 +69,7 @@ class Trainer:
         after_step: Callable[[int, State, float], None] = lambda *_: None,
     ) -> State:
         """Steps ``first .. last - 1``. ``after_step(done, state, loss)`` follows each of them."""
-        settings = self._settings
+        settings = self.settings
         columns = (
             TextColumn(label),
             BarColumn(),
@@ -88,7 +90,7 @@ class Trainer:
                     )
                 now = time.perf_counter()
                 start = now if start is None else start  # the first step compiles; it is not part of the rate
-                rate = (step - first) * settings.batch * settings.model.sequence / max(now - start, 1e-9)
+                rate = (step - first) * settings.tokens_per_step / max(now - start, 1e-9)
                 progress.update(bar, completed=step + 1, loss=loss, rate=rate)
                 after_step(step + 1, state, loss)
         return state

@@ -12,11 +12,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jax_mok.demo import corpus, determinism, devices, plot
+from jax_mok.demo import determinism, devices, plot
 from jax_mok.demo.checkpoints import Checkpoints
 from jax_mok.demo.loop import State, Trainer
-from jax_mok.demo.settings import Settings, SettingsError
-from jax_mok.demo.task import Task
+from jax_mok.demo.settings import Plan, SettingsError
 
 _EP_SIZES = (1, 2, 4, 8)
 
@@ -62,26 +61,22 @@ class Report:
         return found
 
 
-def run(
-    task: Task, mesh: jax.sharding.Mesh, settings: Settings, *, resume: bool = False, console: Console | None = None
-) -> Report:
+def run(trainer: Trainer, plan: Plan, console: Console | None = None) -> Report:
     """Trains, then trains again, and compares; writes checkpoints, ``loss.png`` and ``report.json``."""
     console = console or Console()
     began = time.perf_counter()
-    text = corpus.load(settings.corpus_bytes)
-    trainer = Trainer(task, mesh, settings, text)
-    count = sum(a.size for a in jax.tree.leaves(task.params))
+    settings, mesh = trainer.settings, trainer.mesh
+    count = sum(a.size for a in jax.tree.leaves(trainer.task.params))
     console.print(
-        f"{settings.framework}: {count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, "
-        f"{settings.batch * settings.model.sequence} tokens a step on {mesh.size} {mesh.devices.flat[0].device_kind} "
-        "devices"
+        f"{settings.framework}: {count / 1e6:.2f} M parameters, {len(trainer.text) / 1e6:.1f} MB of text, "
+        f"{settings.tokens_per_step} tokens a step on {mesh.size} {mesh.devices.flat[0].device_kind} devices"
     )
-    with Checkpoints(settings, resume=resume) as checkpoints:
-        state, losses = _train(trainer, checkpoints, settings, console, resume=resume)
-        replayed, replay_from = _replay(trainer, checkpoints, settings, console)
-    plot.loss_curve(losses, settings.output / "loss.png", f"Byte-level MoE transformer ({settings.framework})")
+    with Checkpoints(settings, plan) as checkpoints:
+        state, losses = _train(trainer, checkpoints, plan, console)
+        replayed, replay_from = _replay(trainer, checkpoints, plan, console)
+    plot.loss_curve(losses, plan.output / "loss.png", f"Byte-level MoE transformer ({settings.framework})")
 
-    call = jax.device_get(jax.jit(task.routed)(state.params, trainer.tokens(settings.steps)))
+    call = jax.device_get(trainer.routed(state.params, trainer.tokens(plan.steps)))
     by_size = {}
     for size in _EP_SIZES:
         if size <= settings.devices and settings.model.experts % size == 0:
@@ -95,23 +90,21 @@ def run(
         native=all(found.native for found in by_size.values()),
         seconds=time.perf_counter() - began,
     )
-    (settings.output / "report.json").write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
-    _show(report, settings, console)
+    (plan.output / "report.json").write_text(json.dumps(dataclasses.asdict(report), indent=2) + "\n")
+    _show(report, plan, console)
     return report
 
 
-def _train(
-    trainer: Trainer, checkpoints: Checkpoints, settings: Settings, console: Console, *, resume: bool
-) -> tuple[State, list[float]]:
+def _train(trainer: Trainer, checkpoints: Checkpoints, plan: Plan, console: Console) -> tuple[State, list[float]]:
     state, losses, first = trainer.init(), [], 0
-    if resume:
+    if plan.resume:
         saved = checkpoints.steps()
         if not saved:
-            raise SettingsError(f"The run in {settings.output} has no checkpoint yet. Start it without resume.")
+            raise SettingsError(f"The run in {plan.output} has no checkpoint yet. Start it without resume.")
         first = saved[-1]
-        if first > settings.steps:
+        if first > plan.steps:
             raise SettingsError(
-                f"The run in {settings.output} has {first} steps already and {settings.steps} were asked for; ask for "
+                f"The run in {plan.output} has {first} steps already and {plan.steps} were asked for; ask for "
                 "more steps."
             )
         state, losses = checkpoints.restore(first, state)
@@ -119,23 +112,23 @@ def _train(
 
     def after_step(done: int, state: State, loss: float) -> None:
         losses.append(loss)
-        if done in settings.checkpoint_steps and done not in checkpoints.steps():
+        if done in plan.checkpoint_steps and done not in checkpoints.steps():
             checkpoints.save(done, state, losses)
 
-    return trainer.run(state, first, settings.steps, console, "training", after_step), losses
+    return trainer.run(state, first, plan.steps, console, "training", after_step), losses
 
 
-def _replay(trainer: Trainer, checkpoints: Checkpoints, settings: Settings, console: Console) -> tuple[State, int]:
+def _replay(trainer: Trainer, checkpoints: Checkpoints, plan: Plan, console: Console) -> tuple[State, int]:
     """The second run, from the beginning or from the last checkpoint before the end."""
-    earlier = [step for step in checkpoints.steps() if step < settings.steps]
+    earlier = [step for step in checkpoints.steps() if step < plan.steps]
     state, first = trainer.init(), 0
-    if settings.replay == "checkpoint" and earlier:
+    if plan.replay == "checkpoint" and earlier:
         first = earlier[-1]
         state, _ = checkpoints.restore(first, state)
-    return trainer.run(state, first, settings.steps, console, "replaying"), first
+    return trainer.run(state, first, plan.steps, console, "replaying"), first
 
 
-def _show(report: Report, settings: Settings, console: Console) -> None:
+def _show(report: Report, plan: Plan, console: Console) -> None:
     smooth = max(1, len(report.losses) // 20)
     first, last = report.losses[0], float(np.mean(report.losses[-smooth:]))
     start = "the beginning" if report.replay_from == 0 else f"the checkpoint after step {report.replay_from}"
@@ -155,7 +148,7 @@ def _show(report: Report, settings: Settings, console: Console) -> None:
         console.print("The native backend did not run here; backend 'xla' does not promise the same bits for every P.")
     for failure in report.failures:
         console.print(f"[bold red]FAILED[/]: {failure}.")
-    console.print(f"{settings.output}: loss.png, report.json, checkpoints/  ({report.seconds:.0f} s)")
+    console.print(f"{plan.output}: loss.png, report.json, checkpoints/  ({report.seconds:.0f} s)")
 
 
 def _verdict(same: bool, promised: bool = True) -> str:

@@ -39,44 +39,34 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """One training run.
+    """What is trained: with the number of steps, these values decide every bit of the result. A resumed run must have
+    those of the run that it continues.
 
     **Arguments**
 
     - ``framework``: ``"flax"`` (NNX) or ``"equinox"``.
     - ``model``: :class:`ModelConfig`.
-    - ``steps``: optimizer steps in total, those before a resume included.
     - ``batch``: sequences per step; a multiple of ``devices``.
     - ``devices``: EP ranks; virtual ones where the machine has only CPUs.
     - ``learning_rate``, ``warmup``: AdamW's peak rate, reached after ``warmup`` steps and held. No decay: the rate at
-      a step must not depend on ``steps``, or a run could not be prolonged.
+      a step must not depend on the length of the run, or a run could not be prolonged.
     - ``seed``: of the initial parameters and of the order of the data.
-    - ``checkpoint_every``: steps between checkpoints; 0 = one halfway and one at the end.
-    - ``replay``: where the second run of the determinism report starts.
     - ``corpus_bytes``: how much text to read.
-    - ``output``: directory for checkpoints, loss curve and report.
     """
 
     framework: Framework = "flax"
     model: ModelConfig = ModelConfig()
-    steps: int = 120
     batch: int = 16
     devices: int = 8
     learning_rate: float = 3e-3
     warmup: int = 20
     seed: int = 0
-    checkpoint_every: int = 0
-    replay: Replay = "checkpoint"
     corpus_bytes: int = 4_000_000
-    output: Path = Path("runs")
 
     def __post_init__(self) -> None:
-        for name, allowed in (("framework", get_args(Framework)), ("replay", get_args(Replay))):
-            if (given := getattr(self, name)) not in allowed:
-                raise SettingsError(f"{name} is {given!r}; it must be one of {', '.join(map(repr, allowed))}.")
-        for name, least in (("steps", 2), ("batch", 1), ("devices", 1), ("warmup", 1), ("checkpoint_every", 0)):
-            if (given := getattr(self, name)) < least:
-                raise SettingsError(f"{name} is {given}; it must be at least {least}.")
+        _one_of("framework", self.framework, get_args(Framework))
+        for name in ("batch", "devices", "warmup", "corpus_bytes"):
+            _at_least(1, name, getattr(self, name))
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise SettingsError(f"learning_rate is {self.learning_rate}; it must be a finite number greater than 0.")
         if self.batch % self.devices:
@@ -91,15 +81,46 @@ class Settings:
             )
 
     @property
-    def checkpoint_steps(self) -> frozenset[int]:
-        """Steps after which the state is saved; always one before the last, so that a replay has where to start."""
-        every = self.checkpoint_every or max(1, self.steps // 2)
-        return frozenset({*range(every, self.steps, every), self.steps})
+    def tokens_per_step(self) -> int:
+        return self.batch * self.model.sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How far one invocation goes, and where its files are.
+
+    **Arguments**
+
+    - ``steps``: optimizer steps in total, those before a resume included.
+    - ``output``: directory for checkpoints, loss curve and report.
+    - ``resume``: continue the run in ``output`` from its last checkpoint.
+    - ``checkpoint_every``: steps between checkpoints; 0 = one halfway and one at the end.
+    - ``replay``: where the second run of the determinism report starts.
+    """
+
+    steps: int = 240
+    output: Path = Path("runs/demo")
+    resume: bool = False
+    checkpoint_every: int = 0
+    replay: Replay = "checkpoint"
+
+    def __post_init__(self) -> None:
+        _one_of("replay", self.replay, get_args(Replay))
+        _at_least(2, "steps", self.steps)
+        _at_least(0, "checkpoint_every", self.checkpoint_every)
 
     @property
-    def identity(self) -> dict[str, object]:
-        """The values that a resumed run must share with the run it continues."""
-        values = dataclasses.asdict(self)
-        for free in ("steps", "checkpoint_every", "replay", "output"):
-            del values[free]
-        return values
+    def checkpoint_steps(self) -> frozenset[int]:
+        """Steps after which the state is saved; always one before the last, so that a replay has where to start."""
+        every = self.checkpoint_every or self.steps // 2
+        return frozenset({*range(every, self.steps, every), self.steps})
+
+
+def _one_of(name: str, given: str, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise SettingsError(f"{name} is {given!r}; it must be one of {', '.join(map(repr, allowed))}.")
+
+
+def _at_least(least: int, name: str, given: int) -> None:
+    if given < least:
+        raise SettingsError(f"{name} is {given}; it must be at least {least}.")
