@@ -112,7 +112,7 @@ def test_computes_in_bfloat16_and_keeps_gradients_in_the_parameters_dtype():
 )
 def test_a_training_step_on_a_mesh_is_that_of_one_device(kind, ambient):
     def train(block, x):
-        optimizer = nnx.Optimizer(block, optax.adamw(1e-2, weight_decay=0.1), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(block, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
         @nnx.jit
         def step(block, optimizer, x):
@@ -140,7 +140,7 @@ def test_a_training_step_on_a_mesh_is_that_of_one_device(kind, ambient):
     for name, value in after.items():
         assert relative_l2(value - start[name], want_after[name] - start[name]) < 1e-3, name
     moments = [v[...] for _, v in nnx.to_flat_state(nnx.state(optimizer)) if v[...].shape == (E, H, I)]
-    assert len(moments) == 4
+    assert len(moments) == 2
     for a in (block.experts.gate[...], block.experts.up[...], *moments):
         assert a.sharding.shard_shape(a.shape) == (E // 4, H, I)
     assert block.router[...].sharding.is_fully_replicated
