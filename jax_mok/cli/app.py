@@ -135,7 +135,8 @@ def bench(
     dtype: Dtype = Dtype.FLOAT32,
     residuals: Residuals = Residuals.SAVE,
     backend: Annotated[
-        list[Backend] | None, typer.Option(help="May be repeated; default: the native one of these devices, and xla.")
+        list[Backend] | None,
+        typer.Option(help="May be repeated; the last is the baseline. Default: the native one and the rest."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each program, at most.")] = 50,
     max_seconds: Annotated[float, typer.Option(help="Stop timing after this long, and at least five calls.")] = 60.0,

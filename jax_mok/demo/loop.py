@@ -40,9 +40,9 @@ class Trainer:
             return jax.tree.map(self._on_mesh, State(params, optimizer.init(params)))
 
         def step(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
-            loss, grads = jax.value_and_grad(task.loss)(state.params, tokens)
+            (_, nats), grads = jax.value_and_grad(task.loss, has_aux=True)(state.params, tokens)
             updates, moments = optimizer.update(grads, state.optimizer, state.params)
-            return State(optax.apply_updates(state.params, updates), moments), loss
+            return State(optax.apply_updates(state.params, updates), moments), nats
 
         self.init = init
         self.routed = jax.jit(task.routed)

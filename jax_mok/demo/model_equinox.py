@@ -96,9 +96,10 @@ def build(config: ModelConfig, mesh: Mesh, seed: int) -> Task:
     model = Transformer(config, key=jax.random.key(seed))
     params, rest = eqx.partition(eqx.filter_shard(model, shardings(model, mesh)), trainable(model))
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+    def loss(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits, balance = eqx.combine(params, rest)(tokens[:, :-1], mesh)
-        return next_byte_loss(logits, tokens[:, 1:]) + LOSS_WEIGHT_BALANCE * balance
+        nats = next_byte_loss(logits, tokens[:, 1:])
+        return nats + LOSS_WEIGHT_BALANCE * balance, nats
 
     def routed(params: Any, tokens: jax.Array) -> RoutedCall:
         model = eqx.combine(params, rest)

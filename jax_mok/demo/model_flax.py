@@ -89,9 +89,10 @@ def build(config: ModelConfig, mesh: Mesh, seed: int) -> Task:
         lambda a: a if isinstance(a.sharding, NamedSharding) else jax.device_put(a, replicated), params
     )
 
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+    def loss(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits, balance = nnx.merge(graph, params)(tokens[:, :-1])
-        return next_byte_loss(logits, tokens[:, 1:]) + LOSS_WEIGHT_BALANCE * balance
+        nats = next_byte_loss(logits, tokens[:, 1:])
+        return nats + LOSS_WEIGHT_BALANCE * balance, nats
 
     def routed(params: Any, tokens: jax.Array) -> RoutedCall:
         model = nnx.merge(graph, params)

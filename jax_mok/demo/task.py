@@ -34,12 +34,13 @@ class RoutedCall(NamedTuple):
 
 class Task(NamedTuple):
     """- ``params``: float32 pytree, placed on the mesh.
-    - ``loss``: ``(params, tokens int32 [B, S + 1]) ->`` mean loss in nats per byte, plus the router's small own loss.
+    - ``loss``: ``(params, tokens int32 [B, S + 1]) -> (loss, nats)``: what is minimised, and without the router's
+      part the mean cross entropy in nats per byte.
     - ``routed``: ``(params, tokens) ->`` :class:`RoutedCall` of the first block.
     """
 
     params: Any
-    loss: Callable[[Any, jax.Array], jax.Array]
+    loss: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
     routed: Callable[[Any, jax.Array], RoutedCall]
 
 
