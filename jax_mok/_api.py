@@ -124,8 +124,6 @@ def _local_moe(
         expert_ids.reshape(tokens, expert_ids.shape[-1]),
         router_weights.reshape(tokens, expert_ids.shape[-1]),
     )
-    if axis is not None and jax.lax.axis_size(axis) == 1:
-        axis = None
     call = make_call(*flat, experts, shared, axis, config)
     flat, experts, shared = _varying.vary_over((flat, experts, shared), _varying.union_of((flat, experts, shared)))
     y, stats = _op.apply(call, backends.select(call, platform), *flat, experts, shared)

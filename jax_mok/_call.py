@@ -28,7 +28,7 @@ class Call:
     top_k: int
     ranks: int
     dtype: str
-    axis: Hashable | None  # name of the EP mesh axis; None when ranks == 1
+    axis: Hashable | None  # name of the EP mesh axis; None = no group
     config: MoEConfig
 
     @property

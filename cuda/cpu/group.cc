@@ -138,22 +138,41 @@ void Group::forget_finished() {
   }
 }
 
-int64_t Group::arena_bytes() {
+bool Group::idle() const {
+  return std::all_of(order_.begin(), order_.end(), [](const Entry& e) { return e.settled(); });
+}
+
+int64_t Group::held_bytes() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return ranks_ * (arena_bytes_ + flag_bytes_);
+  int64_t bytes = 0;
+  for (auto& m : members_) bytes += m->arena.bytes() + m->row_flags.bytes() + m->scratch.bytes();
+  return bytes;
+}
+
+void Group::release() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!idle()) return;
+  arena_bytes_ = flag_bytes_ = 0;
+  for (auto& m : members_)
+    for (Buffer* b : {&m->arena, &m->row_flags, &m->scratch}) b->release();
 }
 
 void Group::poison() {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (!idle()) return;
   for (auto& m : members_)
     for (Buffer* b : {&m->arena, &m->scratch})
       if (b->bytes() > 0) std::memset(b->data(), 0xff, size_t(b->bytes()));
 }
 
-int64_t total_arena_bytes() {
+int64_t held_bytes() {
   int64_t bytes = 0;
-  for_each_group([&](Group& g) { bytes += g.arena_bytes(); });
+  for_each_group([&](Group& g) { bytes += g.held_bytes(); });
   return bytes;
+}
+
+void release_all() {
+  for_each_group([](Group& g) { g.release(); });
 }
 
 void poison_all() {

@@ -35,6 +35,7 @@ class Buffer {
   uint8_t* data() const { return data_.get(); }
   int64_t bytes() const { return bytes_; }
   void reserve(int64_t bytes);
+  void release() { data_.reset(); bytes_ = 0; }
 
  private:
   struct Free { void operator()(uint8_t* p) const { std::free(p); } };
@@ -62,8 +63,9 @@ class Group {
     return &members_[rank]->flags[FlagLayout::index(kind, peer, ranks_)];
   }
   Buffer& scratch(int32_t rank) const { return members_[rank]->scratch; }
-  int64_t arena_bytes();
-  void poison();  // tests: fills arenas and scratch with NaN
+  int64_t held_bytes();  // arenas, flags and scratch of all ranks
+  void release();        // gives the memory back, unless a call is in flight
+  void poison();         // tests: fills arenas and scratch with NaN
 
  private:
   struct Member {
@@ -84,6 +86,7 @@ class Group {
   Entry* find(uint64_t generation);
   bool my_turn(int32_t rank, uint64_t generation, bool must_grow) const;
   void forget_finished();
+  bool idle() const;
 
   const int32_t ranks_;
   std::vector<std::unique_ptr<Member>> members_;
@@ -116,7 +119,8 @@ class Entrance {
 };
 
 // Over all groups of the process, for tests and diagnostics.
-int64_t total_arena_bytes();
+int64_t held_bytes();
+void release_all();
 void poison_all();
 
 }  // namespace mok::cpu

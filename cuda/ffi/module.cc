@@ -38,6 +38,7 @@ NB_MODULE(_native, m) {
     return layout.bytes + layout.flag_bytes;
   }, "Bytes of a rank's symmetric arena.");
   m.def("isa", [] { return std::string(mok::cpu::tile_ops(4).isa); }, "Instruction set of the tile kernels in use.");
-  m.def("total_arena_bytes", &mok::cpu::total_arena_bytes, "Bytes of all arenas of the process.");
+  m.def("held_bytes", &mok::cpu::held_bytes, "Bytes that the arenas and scratch memory of the process take.");
+  m.def("release", &mok::cpu::release_all, "Frees the arenas and scratch memory of all groups without a call in flight.");
   m.def("poison_arenas", &mok::cpu::poison_all, "For tests: fills all arenas and scratch memory with NaN.");
 }

@@ -54,3 +54,14 @@ def padded_rows(call: Call) -> int:
 def arena_bytes(call: Call) -> int:
     """Bytes of a rank's symmetric arena for this call."""
     return native().arena_bytes(*_shape(call))
+
+
+def release() -> None:
+    """Gives the memory of idle EP groups back. The next call takes what it needs again; harmless at any time."""
+    if _native is not None:
+        _native.release()
+
+
+def held_bytes() -> int:
+    """Bytes of host memory that the arenas and scratch buffers of this process take (outside XLA's allocator)."""
+    return 0 if _native is None else _native.held_bytes()

@@ -1,0 +1,28 @@
+"""72 virtual CPU devices for the whole session: the largest mesh of an NVL72, on any machine."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = os.environ.get("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=72"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def poisoned_arenas():
+    """Every test starts with NaN in all memory that a call must not rely on."""
+    from jax_mok import runtime
+
+    if runtime.load_error() is None:
+        if runtime.native().held_bytes() > 2**26:
+            runtime.release()
+        runtime.native().poison_arenas()
+
+
+def pytest_collection_modifyitems(items):
+    has_gpu = any(d.platform == "gpu" for d in jax.devices())
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
