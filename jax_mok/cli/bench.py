@@ -276,7 +276,9 @@ def _draw(result: Result, path: Path) -> None:
     s = result.shape
     axes.set_xticks(np.arange(len(_PASSES)), _PASSES)
     axes.set(
-        ylabel="ms (median)", title=f"T {s.tokens}, H {s.hidden}, I {s.inter}, E {s.experts}, K {s.top_k}, {s.dtype}"
+        yscale="log",
+        ylabel="ms (median)",
+        title=f"T {s.tokens}, H {s.hidden}, I {s.inter}, E {s.experts}, K {s.top_k}, {s.dtype}",
     )
     axes.legend(title="backend")
     figure.savefig(path, dpi=120)
