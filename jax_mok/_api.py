@@ -7,15 +7,13 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_mok import _op, _varying, backends
 from jax_mok._call import check_experts, check_tokens, make_call
 from jax_mok._config import Experts, MoEConfig
-
-_MESH_DATA_AXIS = "data"
+from jax_mok._mesh import ambient_mesh, check_experts_divide, check_token_axes
 
 
 class Stats(NamedTuple):
@@ -101,7 +99,7 @@ def local_moe(
             f"{sorted(map(str, manual))}). Call local_moe inside jax.shard_map over that axis, use jax_mok.moe on "
             "global arrays, or pass axis=None for P = 1."
         )
-    platform = backends.platform_of(_ambient_mesh())
+    platform = backends.platform_of(ambient_mesh())
     return _local_moe(x, expert_ids, router_weights, experts, shared, axis, config, with_stats, platform)
 
 
@@ -119,14 +117,13 @@ def _local_moe(
     check_tokens(x, expert_ids, router_weights)
     lead, hidden = x.shape[:-1], x.shape[-1]
     tokens = math.prod(lead)
-    flat = (
-        x.reshape(tokens, hidden),
-        expert_ids.reshape(tokens, expert_ids.shape[-1]),
-        router_weights.reshape(tokens, expert_ids.shape[-1]),
-    )
-    call = make_call(*flat, experts, shared, axis, config)
-    flat, experts, shared = _varying.vary_over((flat, experts, shared), _varying.union_of((flat, experts, shared)))
-    y, stats = _op.apply(call, backends.select(call, platform), *flat, experts, shared)
+    top_k = expert_ids.shape[-1]
+    x_flat = x.reshape(tokens, hidden)
+    ids, weights = expert_ids.reshape(tokens, top_k), router_weights.reshape(tokens, top_k)
+    call = make_call(x_flat, ids, weights, experts, shared, axis, config)
+    args = (x_flat, ids, weights, experts, shared)
+    args = _varying.vary_over(args, _varying.union_of(args))
+    y, stats = _op.apply(call, backends.select(call, platform), args)
     y = y.reshape(x.shape)
     return (y, Stats(*stats)) if with_stats else y
 
@@ -203,20 +200,15 @@ def moe(
     **Raises** at trace time ``TypeError`` and ``ValueError`` for dtypes, shapes and shardings that do not fit, and
     ``NotImplementedError`` under ``vmap``, ``jvp`` and second derivatives; at run time see :class:`MoEError`.
     """
-    mesh = mesh if mesh is not None else _ambient_mesh()
+    mesh = mesh if mesh is not None else ambient_mesh()
     check_tokens(x, expert_ids, router_weights)
     num_experts, _ = check_experts("experts", experts, x.shape[-1], x.dtype, shared=False)
     if mesh is None:
         platform = backends.platform_of(None)
         return _local_moe(x, expert_ids, router_weights, experts, shared, None, config, with_stats, platform)
 
-    token_axes = _token_axes(mesh, axis, token_axes)
-    ranks = 1 if axis is None else mesh.shape[axis]
-    if num_experts % ranks:
-        raise ValueError(
-            f"{num_experts} experts cannot be spread evenly over the {ranks} devices of mesh axis {axis!r}: E must be "
-            f"a multiple of P. Use an EP size that divides {num_experts}, or add experts."
-        )
+    token_axes = check_token_axes(mesh, axis, token_axes)
+    check_experts_divide(mesh, axis, num_experts)
     shards = math.prod(mesh.shape[a] for a in token_axes)
     tokens = math.prod(x.shape[:-1])
     if tokens % shards:
@@ -233,8 +225,8 @@ def moe(
     args = _reshard((x, expert_ids, router_weights, experts, shared), specs, mesh)
     platform = backends.platform_of(mesh)
 
-    def local(*args: Any) -> tuple[jax.Array, Stats]:
-        y, stats = _local_moe(*args, axis, config, True, platform)
+    def local(x: Any, expert_ids: Any, router_weights: Any, experts: Any, shared: Any) -> tuple[jax.Array, Stats]:
+        y, stats = _local_moe(x, expert_ids, router_weights, experts, shared, axis, config, True, platform)
         other = tuple(a for a in token_axes if a != axis)
         if other:
             stats = Stats(
@@ -244,34 +236,9 @@ def moe(
             )
         return y, stats
 
-    y, stats = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(by_token, Stats(P(), P(), P())))(*args)
+    y, stats = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(by_token, P()))(*args)
     y = y.reshape(shape)
     return (y, stats) if with_stats else y
-
-
-def _ambient_mesh() -> Any:
-    mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty else mesh
-
-
-def _token_axes(mesh: Any, axis: str | None, token_axes: Sequence[str] | None) -> tuple[str, ...]:
-    names = tuple(mesh.axis_names)
-    if axis is not None and axis not in names:
-        raise ValueError(
-            f"The mesh has no axis {axis!r}; its axes are {names}. Name the EP axis with axis=..., or pass axis=None "
-            "to keep all experts on every device."
-        )
-    if token_axes is None:
-        return tuple(a for a in (_MESH_DATA_AXIS, axis) if a is not None and a in names)
-    token_axes = (token_axes,) if isinstance(token_axes, str) else tuple(token_axes)
-    unknown = [a for a in token_axes if a not in names]
-    if unknown:
-        raise ValueError(f"token_axes {token_axes} names {unknown}, which the mesh does not have; its axes are {names}.")
-    if axis is not None and mesh.shape[axis] > 1 and axis not in token_axes:
-        raise ValueError(
-            f"token_axes {token_axes} must contain the EP axis {axis!r}: each rank of the group brings its own tokens."
-        )
-    return token_axes
 
 
 def _reshard(args: Any, specs: Any, mesh: Any) -> Any:

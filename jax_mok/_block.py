@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jax_mok import router as _router
-from jax_mok._api import _ambient_mesh, _token_axes, moe
+from jax_mok._api import moe
 from jax_mok._config import Experts, MoEConfig
+from jax_mok._mesh import ambient_mesh, check_experts_divide, check_token_axes
 
 Router = Literal["softmax", "sigmoid"]
 
@@ -87,16 +88,11 @@ class Settings:
 def check_mesh(settings: Settings, mesh: Any) -> Any:
     """Returns the mesh known now (``mesh``, else the ambient one, else ``None``), refusing one that cannot hold the
     experts: better at construction than after the first batch is loaded."""
-    mesh = mesh if mesh is not None else _ambient_mesh()
+    mesh = mesh if mesh is not None else ambient_mesh()
     if mesh is None or settings.axis is None:
         return mesh
-    _token_axes(mesh, settings.axis, settings.token_axes)
-    ranks = mesh.shape[settings.axis]
-    if settings.num_experts % ranks:
-        raise ValueError(
-            f"num_experts = {settings.num_experts} is not a multiple of {ranks}, the size of mesh axis "
-            f"{settings.axis!r} (the EP size P): each device of the group holds E / P experts."
-        )
+    check_token_axes(mesh, settings.axis, settings.token_axes)
+    check_experts_divide(mesh, settings.axis, settings.num_experts)
     return mesh
 
 

@@ -84,7 +84,9 @@ def check_tokens(x: Any, expert_ids: Any, router_weights: Any) -> None:
             "Cast it: x.astype(jnp.bfloat16). float16 is not supported: its range overflows in the expert MLP."
         )
     if expert_ids.dtype != jnp.int32:
-        raise TypeError(f"expert_ids is {jnp.dtype(expert_ids.dtype).name}; it must be int32: expert_ids.astype(jnp.int32).")
+        raise TypeError(
+            f"expert_ids is {jnp.dtype(expert_ids.dtype).name}; it must be int32: expert_ids.astype(jnp.int32)."
+        )
     if router_weights.dtype != jnp.float32:
         raise TypeError(
             f"router_weights is {jnp.dtype(router_weights.dtype).name}; it must be float32: "
@@ -97,7 +99,8 @@ def check_tokens(x: Any, expert_ids: Any, router_weights: Any) -> None:
         )
     if router_weights.shape != expert_ids.shape:
         raise ValueError(
-            f"router_weights must have the shape of expert_ids, {list(expert_ids.shape)}; got {_describe(router_weights)}."
+            f"router_weights must have the shape of expert_ids, {list(expert_ids.shape)}; "
+            f"got {_describe(router_weights)}."
         )
     if expert_ids.shape[-1] < 1:
         raise ValueError(f"expert_ids needs at least one slot per token (K >= 1), got {_describe(expert_ids)}.")

@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 _VMAP = (
     "jax_mok layers cannot be vmapped: one call is one exchange between the ranks of an EP group. The layer takes any "
     "number of leading dimensions, so drop the vmap and pass x [B, S, H] with expert_ids and router_weights [B, S, K]; "
-    "or use jax.lax.map, or MoEConfig(backend='xla')."
+    "or use jax.lax.map."
 )
 _JVP = (
     "jax_mok layers have reverse-mode gradients only (jax.grad, jax.vjp); forward mode (jax.jvp, jax.jacfwd, "

@@ -22,16 +22,15 @@ RESIDUAL_NAMES: Final = ("jax_mok_output", "jax_mok_rows", "jax_mok_gate", "jax_
 _OUTPUT, _ROWS, _GATE, _UP = RESIDUAL_NAMES
 
 
-def apply(
-    call: Call, backend: str, x: Any, expert_ids: Any, router_weights: Any, experts: Experts, shared: Experts | None
-) -> tuple[jax.Array, RawStats]:
-    """Runs the call on the chosen backend. All arrays vary over the same mesh axes."""
+def apply(call: Call, backend: str, args: tuple[Any, Any, Any, Experts, Experts | None]) -> tuple[jax.Array, RawStats]:
+    """Runs the call on the chosen backend. ``args`` = x, expert_ids, router_weights, experts, shared; all vary over the
+    same mesh axes."""
     if backend == "reference":
-        return reference.run(call, x, expert_ids, router_weights, experts, shared)
+        return reference.run(call, *args)
     if backend == "xla":
-        return xla.run(call, x, expert_ids, router_weights, experts, shared)
-    args = (x, expert_ids, router_weights, experts, shared)
-    y, stats = _native_moe(call, backend, *_guard.reverse_mode_only(args))
+        return xla.run(call, *args)
+    result: Any = _native_moe(call, backend, *_guard.reverse_mode_only(args))
+    y, stats = result
     return y, _guard.constant(stats)
 
 
@@ -46,6 +45,9 @@ def _native_moe(
 def _forward(
     call: Call, backend: str, x: Any, expert_ids: Any, router_weights: Any, experts: Experts, shared: Experts | None
 ) -> tuple[Any, Any]:
+    x, expert_ids, router_weights, experts, shared = _guard.first_order_only(
+        (x, expert_ids, router_weights, experts, shared)
+    )
     save = call.config.residuals == "save"
     y, stats, saved = ffi.forward(call, backend, x, expert_ids, router_weights, experts, shared, save=save)
     y = checkpoint_name(y, _OUTPUT)

@@ -52,7 +52,8 @@ def make_inputs(T, H, I, E, K, *, dtype="float32", shared=0, ids=None, seed=0) -
         ids = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32) if K <= E else rng.integers(0, E, (T, K))
         ids = np.where(rng.random((T, K)) < 0.05, -1, ids)
     ids = np.broadcast_to(np.asarray(ids, np.int32), (T, K)).copy()
-    weights = rng.standard_normal((T, K)).astype(np.float32)  # negative ones too
+    weights = np.exp(rng.standard_normal((T, K)))
+    weights = (weights / weights.sum(1, keepdims=True)).astype(np.float32)
     return Inputs(
         normal(T, H), ids, weights, experts(E, width=I), experts(width=shared) if shared else None, normal(T, H)
     )

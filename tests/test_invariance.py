@@ -57,7 +57,9 @@ def test_capacity_changes_no_bit(capacity_factor):
 
 def test_a_token_does_not_depend_on_the_rest_of_the_batch():
     inputs = make_inputs(128, 96, 64, 16, 4, dtype="bfloat16", shared=32)
-    alone = inputs._replace(x=inputs.x[40:41], ids=inputs.ids[40:41], weights=inputs.weights[40:41], dy=inputs.dy[40:41])
+    alone = inputs._replace(
+        x=inputs.x[40:41], ids=inputs.ids[40:41], weights=inputs.weights[40:41], dy=inputs.dy[40:41]
+    )
     whole, one = run_layer(inputs, mesh_of(4)), run_layer(alone, None)
     for name in ("y", "dx", "dw"):
         assert_same_bits(getattr(one, name), getattr(whole, name)[40:41])

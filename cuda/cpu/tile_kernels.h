@@ -232,7 +232,7 @@ void swiglu_grad(int64_t m, int64_t n, const float* dhu, int64_t ldc, const floa
       std::memcpy(d_in, d + j0, size_t(lanes) * sizeof(float));
       for (int lane = 0; lane < kPartials; ++lane) {
         const float gj = load(gate_in[lane]), uj = load(up_in[lane]), s = sigmoid(gj), silu = gj * s;
-        const float hj = load(round_to<T>(silu * uj)), dh = w * d_in[lane];
+        const float hj = silu * uj, dh = w * d_in[lane];
         sum[lane] += d_in[lane] * hj;
         out[0][lane] = round_to<T>(dh * uj * (s + silu * (1.0f - s)));
         out[1][lane] = round_to<T>(dh * silu);

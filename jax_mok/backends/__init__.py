@@ -23,7 +23,7 @@ def platform_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None) -> s
     """The platform ("cpu", "cuda", ...) that a call on this mesh will run on."""
     device: Any = None if mesh is None else getattr(mesh.abstract_mesh, "abstract_device", None)
     if device is None:
-        device = jax.config.jax_default_device
+        device = getattr(jax.config, "jax_default_device")  # noqa: B009 (set at run time)
     platform = getattr(device, "platform", device) or jax.default_backend()
     return "cuda" if platform == "gpu" else str(platform)
 

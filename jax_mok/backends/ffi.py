@@ -59,14 +59,14 @@ def _coordinates(call: Call, like: Any) -> Any:
 
 def _attributes(call: Call) -> dict[str, Any]:
     """Everything the handlers need beyond shapes, in words a reader of the lowered program understands."""
-    return dict(
-        ranks=np.int64(call.ranks),
-        experts=np.int64(call.experts),
-        max_rows=np.int64(call.max_rows),
-        timeout_s=np.float64(call.config.timeout_s),
-        residuals=call.config.residuals,
-        axis="" if call.axis is None else str(call.axis),
-    )
+    return {
+        "ranks": np.int64(call.ranks),
+        "experts": np.int64(call.experts),
+        "max_rows": np.int64(call.max_rows),
+        "timeout_s": np.float64(call.config.timeout_s),
+        "residuals": call.config.residuals,
+        "axis": "" if call.axis is None else str(call.axis),
+    }
 
 
 def _operands(call: Call, *groups: Any) -> list[Any]:

@@ -12,10 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_mok._config import Experts
-
-from jax_mok.backends import collectives
 from jax_mok._call import Call
+from jax_mok._config import Experts
+from jax_mok.backends import collectives
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -61,10 +60,10 @@ def run(
     call: Call, x: jax.Array, expert_ids: jax.Array, router_weights: jax.Array, experts: Experts, shared: Experts | None
 ) -> tuple[jax.Array, collectives.RawStats]:
     """One rank's share: its experts on the tokens of the whole group."""
-    tokens = collectives.gather(call, (x, expert_ids, router_weights))
+    all_x, all_ids, all_weights = collectives.gather(call, (x, expert_ids, router_weights))
     stats = collectives.route_stats(call, expert_ids)
     first = collectives.first_expert(call)
-    y = collectives.scatter_sum(call, dense_moe(*tokens, experts, first_expert=first))
+    y = collectives.scatter_sum(call, dense_moe(all_x, all_ids, all_weights, experts, first_expert=first))
     if shared is not None:
         y = y + _mlp(x.astype(y.dtype), Experts(*(m.astype(y.dtype) for m in shared)))
     return collectives.poison(y, stats).astype(x.dtype), stats

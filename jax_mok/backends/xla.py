@@ -12,9 +12,7 @@ from jax_mok.backends import collectives
 
 def _ragged_mlp(rows: jax.Array, w: Experts, sizes: jax.Array) -> jax.Array:
     def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(
-            a, b, sizes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-        )
+        return jax.lax.ragged_dot(a, b, sizes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
     hidden = jax.nn.silu(dot(rows, w.gate)) * dot(rows, w.up)
     return dot(hidden.astype(rows.dtype), w.down).astype(rows.dtype)

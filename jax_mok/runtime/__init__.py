@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import jax
 
 from jax_mok._call import Call
 
+_native: Any = None
+_why: str | None = None
 try:
-    from jax_mok import _native
-except ImportError as error:  # a source tree that was not built; "xla" and "reference" still work
-    _native: Any = None
-    _why = f"the native module jax_mok._native is not built ({error}); install the package with pip"
+    _native = importlib.import_module("jax_mok._native")
+except ModuleNotFoundError:  # a source tree as it is; "xla" and "reference" still work
+    _why = "the native module jax_mok._native is not built; install the package with pip"
+except ImportError as error:
+    _why = f"the native module jax_mok._native cannot be loaded ({error}); reinstall the package"
 else:
-    _why = None
     for _name, _stages in _native.handlers().items():
         jax.ffi.register_ffi_target(_name, _stages, platform="cpu")
 

@@ -1,0 +1,224 @@
+"""Run-time faults: the same typed error on every rank, nothing hangs, and the process goes on."""
+
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from layer_cases import assert_accurate, make_inputs, mesh_of, oracle, run_layer
+
+import jax_mok as mok
+
+
+def shard_errors(call):
+    """What each device's part of the result of ``call()`` raises. (A program on one device may raise at once.)"""
+    try:
+        shards = call().addressable_shards
+    except Exception as error:
+        return [mok.as_typed(error)]
+    found = []
+    for shard in shards:
+        try:
+            shard.data.block_until_ready()
+        except Exception as error:
+            found.append(mok.as_typed(error))
+        else:
+            found.append(None)
+    return found
+
+
+def apply(inputs, mesh, config=mok.MoEConfig()):  # noqa: B008
+    x, ids, weights, experts, _, _ = jax.tree.map(jnp.asarray, inputs)
+    return jax.jit(lambda *a: mok.moe(*a, mesh=mesh, config=config))(x, ids, weights, experts)
+
+
+def assert_still_works(mesh):
+    inputs = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16", seed=9)
+    assert_accurate(run_layer(inputs, mesh), oracle(inputs), "bfloat16")
+
+
+@pytest.mark.parametrize("bad", [8, -2, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("P", [1, 4])
+def test_an_id_out_of_range_is_a_routing_error_on_every_rank(P, bad):
+    inputs = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16")
+    inputs.ids[37, 1] = bad
+    found = shard_errors(lambda: apply(inputs, mesh_of(P)))
+    assert len(found) == P
+    assert all(type(e) is mok.RoutingError for e in found)
+    assert len({str(e) for e in found}) == 1
+    rank, token = divmod(37, 64 // P)
+    for words in (f"expert id {bad} ", f"token {token} ", f"EP rank {rank} of {P}", "[0, 8)"):
+        assert words in str(found[0])
+    assert_still_works(mesh_of(P))
+
+
+def test_an_id_out_of_range_in_the_backward_pass_too():
+    inputs = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16")
+    inputs.ids[0, 0] = 99
+    with pytest.raises(mok.RoutingError), mok.typed_errors():
+        run_layer(inputs, mesh_of(4))
+    assert_still_works(mesh_of(4))
+
+
+@pytest.mark.parametrize("P", [1, 4])
+def test_more_rows_than_capacity_is_an_error_and_not_a_drop(P):
+    inputs = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16", ids=np.full((64, 2), 7))
+    config = mok.MoEConfig(capacity_factor=1.0 if P > 1 else 0.5)
+    found = shard_errors(lambda: apply(inputs, mesh_of(P), config))
+    assert [type(e) for e in found] == [mok.CapacityError] * P
+    rows = 128
+    for words in (f"{rows} rows", f"EP rank {P - 1} of {P}", f"may hold {32 if P > 1 else 64}", "capacity_factor"):
+        assert words in str(found[0])
+    assert_still_works(mesh_of(P))
+
+
+def test_capacity_that_just_suffices():
+    inputs = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16", ids=np.arange(128).reshape(64, 2) % 8)
+    assert_accurate(run_layer(inputs, mesh_of(4), mok.MoEConfig(capacity_factor=1.0)), oracle(inputs), "bfloat16")
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_backends_that_cannot_raise_return_nan_and_say_why(backend):
+    for capacity, spoil, status in ((None, 99, 1), (1.0, 7, 2)):
+        inputs = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16", ids=np.full((64, 2), 7))
+        inputs.ids[5, 1] = spoil
+        x, ids, weights, experts, _, _ = jax.tree.map(jnp.asarray, inputs)
+        config = mok.MoEConfig(backend=backend, capacity_factor=capacity)
+        y, stats = mok.moe(x, ids, weights, experts, mesh=mesh_of(4), config=config, with_stats=True)
+        assert int(stats.status) == status
+        assert np.isnan(np.asarray(y, np.float32)).all()
+
+
+def late_rank_program(mesh, late_rank, delay_s, timeout_s):
+    """The layer with one rank held up by a host callback just before it."""
+    config = mok.MoEConfig(timeout_s=timeout_s)
+
+    def hold_up(rank, x):
+        if int(rank) == late_rank:
+            time.sleep(delay_s)
+        return np.asarray(x)
+
+    def local(x, ids, weights, experts):
+        x = jax.pure_callback(hold_up, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.axis_index("expert"), x)
+        return mok.local_moe(x, ids, weights, experts, config=config)
+
+    specs = (P("expert"), P("expert"), P("expert"), mok.Experts(*[P("expert")] * 3))
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("expert"), check_vma=False))
+
+
+@pytest.mark.parametrize("late_rank", [0, 2])
+def test_a_late_rank_is_a_timeout_on_every_rank(late_rank):
+    inputs = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16")
+    args = jax.tree.map(jnp.asarray, inputs[:4])
+    program = late_rank_program(mesh_of(4), late_rank, delay_s=2.5, timeout_s=0.5)
+    start = time.monotonic()
+    found = shard_errors(lambda: program(*args))
+    assert time.monotonic() - start < 20
+    assert [type(e) for e in found] == [mok.PeerTimeoutError] * 4
+    assert all(f"EP rank {late_rank} of 4" in str(e) and "0.5" in str(e) for e in found)
+    assert_still_works(mesh_of(4))
+    within_the_limit = late_rank_program(mesh_of(4), late_rank, delay_s=0.3, timeout_s=30)
+    got = np.asarray(within_the_limit(*args), np.float64)
+    want = oracle(inputs).y
+    assert np.linalg.norm(got - want) <= 4e-3 * np.linalg.norm(want)
+
+
+_A_RANK_FAILS = """
+import sys, time, jax, numpy as np
+sys.path.insert(0, {tests!r})
+from jax.sharding import PartitionSpec as P
+from layer_cases import make_inputs, mesh_of
+from test_faults import assert_still_works
+import jax_mok as mok
+
+def fail(rank, x):
+    if int(rank) == 2:
+        raise ValueError("this rank has a problem of its own")
+    return np.asarray(x)
+
+def local(x, ids, weights, experts):
+    x = jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.axis_index("expert"), x)
+    return mok.local_moe(x, ids, weights, experts, config=mok.MoEConfig(timeout_s=1.0))
+
+specs = (P("expert"), P("expert"), P("expert"), mok.Experts(*[P("expert")] * 3))
+program = jax.jit(jax.shard_map(local, mesh=mesh_of(4), in_specs=specs, out_specs=P("expert"), check_vma=False))
+start = time.monotonic()
+try:
+    args = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16")[:4]
+    jax.block_until_ready(program(*jax.tree.map(jax.numpy.asarray, args)))
+except Exception as error:
+    assert "problem of its own" in str(error) or "EP rank 2 of 4" in str(error), error
+else:
+    raise AssertionError("no error")
+assert time.monotonic() - start < 20
+assert_still_works(mesh_of(4))
+print("went on")
+"""
+
+
+def test_a_rank_that_fails_before_the_call():
+    code = _A_RANK_FAILS.format(tests=os.path.dirname(__file__))
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert "went on" in run.stdout, run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_token_that_is_not_finite_spoils_itself_alone(value):
+    inputs = make_inputs(64, 48, 32, 8, 2, shared=16)
+    inputs.x[11] = value
+    clean = make_inputs(64, 48, 32, 8, 2, shared=16)
+    got, want = run_layer(inputs, mesh_of(4)), run_layer(clean, mesh_of(4))
+    others = np.arange(64) != 11
+    assert not np.isfinite(got.y[11]).any()
+    for name in ("y", "dx", "dw"):
+        np.testing.assert_array_equal(getattr(got, name)[others], getattr(want, name)[others])
+    hit = np.isin(np.arange(8), inputs.ids[11])
+    for a, b in zip(got.experts, want.experts, strict=True):
+        np.testing.assert_array_equal(a[~hit], b[~hit])
+
+
+def test_independent_layers_in_one_program():
+    """XLA's CPU runtime may run them in any order, and in another one on each device."""
+    mesh = mesh_of(8)
+    batches = [make_inputs(64, 48, 32, 8, 2, dtype="bfloat16", seed=s) for s in range(6)]
+
+    @jax.jit
+    def step(batches):
+        return [mok.moe(b.x, b.ids, b.weights, b.experts, mesh=mesh) for b in batches]
+
+    args = jax.tree.map(jnp.asarray, batches)
+    for _ in range(10):
+        for y, b in zip(step(args), batches, strict=True):
+            want = oracle(b).y
+            assert np.linalg.norm(np.asarray(y, np.float64) - want) <= 4e-3 * np.linalg.norm(want)
+
+
+def test_many_calls_in_flight_from_different_programs():
+    meshes = [mesh_of(4), mesh_of(2, 4, names=("data", "expert")), mesh_of(8), None]
+    programs = []
+    for i, mesh in enumerate(meshes):
+        b = make_inputs(64, 48 + 16 * i, 32, 8, 2, dtype="bfloat16", seed=i)
+        args = jax.tree.map(jnp.asarray, b[:4])
+        programs.append((jax.jit(lambda *a, mesh=mesh: mok.moe(*a, mesh=mesh)), args, oracle(b).y))
+    results = [(f(*args), want) for _ in range(10) for f, args, want in programs]
+    for y, want in results:
+        assert np.linalg.norm(np.asarray(y, np.float64) - want) <= 4e-3 * np.linalg.norm(want)
+
+
+def test_memory_is_given_back_and_taken_again():
+    from jax_mok import runtime
+
+    for T in (64, 256, 32):
+        inputs = make_inputs(T, 48, 32, 8, 2, dtype="bfloat16")
+        assert_accurate(run_layer(inputs, mesh_of(4)), oracle(inputs), "bfloat16")
+        assert runtime.held_bytes() > 0
+        runtime.release()
+        runtime.release()
+        assert runtime.held_bytes() == 0
+    jax.clear_caches()
+    assert_still_works(mesh_of(4))
