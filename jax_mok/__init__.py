@@ -5,6 +5,7 @@ from jax_mok._config import Experts, MoEConfig
 from jax_mok._errors import (
     CapacityError,
     MoEError,
+    PeerFailedError,
     PeerTimeoutError,
     RoutingError,
     ShapeMismatchError,
@@ -21,6 +22,7 @@ __all__ = [
     "Experts",
     "MoEConfig",
     "MoEError",
+    "PeerFailedError",
     "PeerTimeoutError",
     "RoutingError",
     "ShapeMismatchError",

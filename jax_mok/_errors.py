@@ -28,11 +28,17 @@ class PeerTimeoutError(MoEError):
     """A rank gave no sign of life for ``MoEConfig.timeout_s`` seconds."""
 
 
+class PeerFailedError(MoEError):
+    """A rank ended the call by an error of its own (out of memory, for example), which it reports itself."""
+
+
 class ShapeMismatchError(MoEError):
     """The ranks of one EP group made calls of different shapes."""
 
 
-_TYPES = {cls.__name__: cls for cls in (RoutingError, CapacityError, PeerTimeoutError, ShapeMismatchError)}
+_TYPES = {
+    cls.__name__: cls for cls in (RoutingError, CapacityError, PeerTimeoutError, PeerFailedError, ShapeMismatchError)
+}
 _TAG = re.compile(r"jax_mok (\w+): (.*)", re.DOTALL)
 
 

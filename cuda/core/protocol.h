@@ -35,9 +35,9 @@ MOK_HD uint64_t pack_abort(uint64_t generation, Wait wait, int32_t culprit) {
 MOK_HD uint64_t abort_generation(uint64_t word) { return word >> 24; }
 MOK_HD Status abort_status(uint64_t word) {
   Status s;
-  s.code = Code::peer_timeout;
   s.rank = int32_t(word & 0xfffff);
   s.value = int64_t((word >> 20) & 0xf);
+  s.code = Wait(s.value) == Wait::failure ? Code::peer_failed : Code::peer_timeout;
   return s;
 }
 

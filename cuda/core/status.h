@@ -11,9 +11,10 @@ enum class Code : int32_t {
   over_capacity = 2,    // rank, value = rows routed to it
   peer_timeout = 3,     // rank = the one that did not answer, value = the wait that expired
   shape_mismatch = 4,   // rank = one whose call has another shape
+  peer_failed = 5,      // rank = one that ended its call by an error of its own
 };
 
-enum class Wait : int32_t { previous_call = 0, routes = 1, rows = 2, finish = 3 };
+enum class Wait : int32_t { previous_call = 0, routes = 1, rows = 2, finish = 3, failure = 4 };
 
 struct Status {
   Code code = Code::ok;

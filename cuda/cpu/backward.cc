@@ -22,9 +22,9 @@ class BackwardCall final : public LayerCall {
   };
 
   void publish() override {
-    std::memcpy(arena<uint8_t>(rank_, layout_.grads_in), dy_, size_t(shape_.tokens * row_bytes_));
-    std::memcpy(arena<float>(rank_, layout_.weights), args_.router_weights, size_t(shape_.slots()) * sizeof(float));
-    if (recompute_) std::memcpy(arena<uint8_t>(rank_, layout_.tokens_in), args_.x, size_t(shape_.tokens * row_bytes_));
+    copy(arena<uint8_t>(rank_, layout_.grads_in), dy_, shape_.tokens * row_bytes_);
+    copy(arena<float>(rank_, layout_.weights), args_.router_weights, shape_.slots() * int64_t{sizeof(float)});
+    if (recompute_) copy(arena<uint8_t>(rank_, layout_.tokens_in), args_.x, shape_.tokens * row_bytes_);
   }
 
   void plan(std::vector<Task>* tasks) override {

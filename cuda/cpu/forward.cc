@@ -20,7 +20,7 @@ class ForwardCall final : public LayerCall {
   };
 
   void publish() override {
-    std::memcpy(arena<uint8_t>(rank_, layout_.tokens_in), args_.x, size_t(shape_.tokens * row_bytes_));
+    copy(arena<uint8_t>(rank_, layout_.tokens_in), args_.x, shape_.tokens * row_bytes_);
   }
 
   void plan(std::vector<Task>* tasks) override {

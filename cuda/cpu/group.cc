@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <new>
 
@@ -72,14 +73,19 @@ bool Group::Entry::complete() const {
 
 bool Group::Entry::settled() const {
   return std::all_of(seats.begin(), seats.end(),
-                     [this](Seat s) { return s == Seat::left || (abandoned && s == Seat::absent); });
+                     [this](Seat s) { return s == Seat::left || (abandoned() && s == Seat::absent); });
 }
 
-Group::Entry& Group::find_or_append(int32_t rank, CallKey key) {
-  for (Entry& e : order_)
-    if (e.key == key && e.seats[size_t(rank)] == Seat::absent) return e;
-  order_.push_back(Entry{++last_generation_, key, std::vector<Seat>(size_t(ranks_), Seat::absent)});
-  return order_.back();
+uint64_t Group::find_or_append(int32_t rank, CallKey key, Seat seat) {
+  auto it = std::find_if(order_.begin(), order_.end(), [&](const Entry& e) {
+    return e.key == key && e.seats[size_t(rank)] == Seat::absent;
+  });
+  if (it == order_.end()) {
+    order_.push_back(Entry{++last_generation_, key, std::vector<Seat>(size_t(ranks_), Seat::absent)});
+    it = std::prev(order_.end());
+  }
+  it->seats[size_t(rank)] = seat;
+  return it->generation;
 }
 
 Group::Entry* Group::find(uint64_t generation) {
@@ -92,19 +98,18 @@ bool Group::my_turn(int32_t rank, uint64_t generation, bool must_grow) const {
   for (const Entry& e : order_) {
     if (e.generation >= generation) return true;
     const Seat seat = e.seats[size_t(rank)];
-    if (seat == Seat::inside || (seat == Seat::absent && !e.abandoned)) return false;
+    if (seat == Seat::inside || (seat == Seat::absent && !e.abandoned())) return false;
     if (must_grow && !e.settled()) return false;  // a peer may still read the old arenas
   }
   return true;
 }
 
-uint64_t Group::enter(int32_t rank, CallKey key, const ArenaLayout& need) {
+Group::Place Group::enter(int32_t rank, CallKey key, const ArenaLayout& need) {
   std::unique_lock<std::mutex> lock(mutex_);
-  Entry& entry = find_or_append(rank, key);
-  const uint64_t generation = entry.generation;
-  entry.seats[size_t(rank)] = Seat::inside;
+  const uint64_t generation = find_or_append(rank, key, Seat::inside);
   auto must_grow = [&] { return need.bytes > arena_bytes_ || need.flag_bytes > flag_bytes_; };
-  changed_.wait(lock, [&] { return my_turn(rank, generation, must_grow()); });
+  changed_.wait(lock, [&] { return find(generation)->abandoned() || my_turn(rank, generation, must_grow()); });
+  if (const uint64_t word = find(generation)->abort_word; word != 0) return {generation, word};
   if (must_grow()) {
     arena_bytes_ = std::max(arena_bytes_, need.bytes);
     flag_bytes_ = std::max(flag_bytes_, need.flag_bytes);
@@ -114,7 +119,7 @@ uint64_t Group::enter(int32_t rank, CallKey key, const ArenaLayout& need) {
     }
     changed_.notify_all();
   }
-  return generation;
+  return {generation, 0};
 }
 
 void Group::leave(int32_t rank, uint64_t generation) {
@@ -124,9 +129,10 @@ void Group::leave(int32_t rank, uint64_t generation) {
   changed_.notify_all();
 }
 
-void Group::abandon(uint64_t generation) {
+void Group::abandon(int32_t rank, uint64_t generation, uint64_t abort_word) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (Entry* e = find(generation)) e->abandoned = true;
+  for (int32_t peer = 0; peer < ranks_; ++peer) store_release(flag(peer, FlagLayout::aborted, rank), abort_word);
+  if (Entry* e = find(generation); e != nullptr && !e->abandoned()) e->abort_word = abort_word;
   changed_.notify_all();
 }
 

@@ -51,10 +51,16 @@ class Group {
   // any idle one serves; it goes back when the pointer dies.
   static std::shared_ptr<Group> get(int32_t ranks, int32_t number);
 
-  // Takes the rank's place in the next call with this key and waits for its turn. Arenas then have room for `need`.
-  uint64_t enter(int32_t rank, CallKey key, const ArenaLayout& need);
+  // Takes the rank's place in the next call with this key and waits for its turn. Arenas then have room for `need`,
+  // unless the call was abandoned meanwhile: then there is nothing left to do in it but to report why.
+  struct Place {
+    uint64_t generation;
+    uint64_t abort_word;  // 0: go on
+  };
+  Place enter(int32_t rank, CallKey key, const ArenaLayout& need);
   void leave(int32_t rank, uint64_t generation);
-  void abandon(uint64_t generation);  // the call failed: ranks that never came are not waited for
+  // The call failed: tells all ranks inside, and ranks that never came are not waited for.
+  void abandon(int32_t rank, uint64_t generation, uint64_t abort_word);
 
   int32_t ranks() const { return ranks_; }
   uint8_t* arena(int32_t rank) const { return members_[rank]->arena.data(); }
@@ -77,12 +83,13 @@ class Group {
     uint64_t generation;
     CallKey key;
     std::vector<Seat> seats;
-    bool abandoned = false;
+    uint64_t abort_word = 0;
+    bool abandoned() const { return abort_word != 0; }
     bool settled() const;  // nobody is inside, and nobody is expected
     bool complete() const;
   };
 
-  Entry& find_or_append(int32_t rank, CallKey key);
+  uint64_t find_or_append(int32_t rank, CallKey key, Seat seat);  // returns the generation
   Entry* find(uint64_t generation);
   bool my_turn(int32_t rank, uint64_t generation, bool must_grow) const;
   void forget_finished();
@@ -98,23 +105,26 @@ class Group {
 };
 
 // A rank's stay in a call: enters on construction, leaves on destruction. A stay that ends by an exception abandons
-// the call, so that peers give up on it as soon as they time out.
+// the call, and its peers give up on it at once.
 class Entrance {
  public:
   Entrance(Group& group, int32_t rank, CallKey key, const ArenaLayout& need)
-      : group_(group), rank_(rank), generation_(group.enter(rank, key, need)), exceptions_(std::uncaught_exceptions()) {}
+      : group_(group), rank_(rank), place_(group.enter(rank, key, need)), exceptions_(std::uncaught_exceptions()) {}
   ~Entrance() {
-    if (std::uncaught_exceptions() > exceptions_) group_.abandon(generation_);
-    group_.leave(rank_, generation_);
+    if (std::uncaught_exceptions() > exceptions_)
+      group_.abandon(rank_, generation(), pack_abort(generation(), Wait::failure, rank_));
+    group_.leave(rank_, generation());
   }
   Entrance(const Entrance&) = delete;
   Entrance& operator=(const Entrance&) = delete;
-  uint64_t generation() const { return generation_; }
+  uint64_t generation() const { return place_.generation; }
+  bool abandoned() const { return place_.abort_word != 0; }
+  Status why() const { return abort_status(place_.abort_word); }
 
  private:
   Group& group_;
   const int32_t rank_;
-  const uint64_t generation_;
+  const Group::Place place_;
   const int exceptions_;
 };
 

@@ -81,6 +81,7 @@ Status RankCall::run(int workers) {
       });
     work(*shared);
     shared->close();
+    if (exception_ != nullptr) std::rethrow_exception(exception_);
     ok = !failed_.load(std::memory_order_acquire);
   }
   // I read nothing of this call any more, however it went.
@@ -93,7 +94,14 @@ void RankCall::work(Workers& workers) {
   while (!failed_.load(std::memory_order_acquire)) {
     const size_t i = workers.ticket.fetch_add(1);
     if (i >= tasks_.size()) return;
-    execute(tasks_[i]);
+    try {
+      execute(tasks_[i]);
+    } catch (...) {  // on a helper's thread it would end the process; run() rethrows it
+      if (exception_written_.exchange(true)) return;
+      exception_ = std::current_exception();
+      failed_.store(true, std::memory_order_release);
+      return;
+    }
     __atomic_fetch_add(group_.flag(rank_, FlagLayout::progress, rank_), 1, __ATOMIC_RELAXED);
   }
 }
@@ -119,8 +127,7 @@ bool RankCall::peer_aborted() {
 
 void RankCall::abort_group(Wait what, int32_t culprit) {
   const uint64_t word = pack_abort(generation_, what, culprit);
-  raise_flag(FlagLayout::aborted, word);
-  group_.abandon(generation_);
+  group_.abandon(rank_, generation_, word);
   fail(abort_status(word));
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <memory>
 #include <vector>
 
@@ -120,6 +121,8 @@ class RankCall {
   std::atomic<bool> failed_{false};
   Status status_;  // written once, before failed_
   std::atomic<int> status_written_{0};
+  std::exception_ptr exception_;  // of a task
+  std::atomic<bool> exception_written_{false};
 
   std::vector<int64_t> route_storage_;
   std::vector<int64_t> list_start_;    // [P, local experts]

@@ -1,6 +1,8 @@
 // Where the data of a segment's rows lives while a call runs, and scratch memory to put it.
 #pragma once
 
+#include <cstring>
+
 #include "rank_call.h"
 
 namespace mok::cpu {
@@ -9,6 +11,11 @@ constexpr int64_t kScratchRows = 120;
 constexpr int64_t kScratchCols = 256 + kScratchColMultiple;
 static_assert(kTiles.block_m <= kScratchRows - kScratchRowMultiple + 1 && kTiles.wgrad_m <= 96);
 static_assert(kTiles.inter_n <= 256 && kTiles.hidden_n <= 256 && kTiles.wgrad_n <= 256);
+
+// memcpy that takes the null pointers that an empty array may have.
+inline void copy(void* to, const void* from, int64_t bytes) {
+  if (bytes > 0) std::memcpy(to, from, size_t(bytes));
+}
 
 // An f32 tile of this thread. `which`: tiles that are alive together.
 inline float* scratch_tile(int which) {

@@ -41,6 +41,8 @@ std::string message(const Status& s, const cpu::CallArgs& args) {
     case Code::shape_mismatch:
       return "jax_mok ShapeMismatchError: " + who + " made this call with another shape than its peers. All ranks of an "
              "EP group must run the same program.";
+    case Code::peer_failed:
+      return "jax_mok PeerFailedError: " + who + " ended this call by an error of its own.";
     default: {
       static const char* const kWaits[] = {"finish its previous call", "arrive with its routes", "deliver its rows",
                                            "finish the call"};
@@ -56,6 +58,7 @@ xf::ErrorCode error_code(Code code) {
     case Code::id_out_of_range: return xf::ErrorCode::kInvalidArgument;
     case Code::over_capacity: return xf::ErrorCode::kResourceExhausted;
     case Code::shape_mismatch: return xf::ErrorCode::kFailedPrecondition;
+    case Code::peer_failed: return xf::ErrorCode::kAborted;
     default: return xf::ErrorCode::kDeadlineExceeded;
   }
 }
@@ -119,7 +122,7 @@ xf::Future launch(const Decoded& call, int64_t run_id, const CallSite* site, Bod
     try {
       const std::shared_ptr<cpu::Group> group = cpu::Group::get(call.args.shape.ranks, call.group);
       const cpu::Entrance entrance(*group, call.args.rank, {run_id, site}, arena_layout(call.args.shape, cpu::kTiles));
-      status = body(*group, entrance.generation());
+      status = entrance.abandoned() ? entrance.why() : body(*group, entrance.generation());
     } catch (const std::bad_alloc&) {
       failure = "jax_mok: out of host memory for the buffers of an MoE call; lower MoEConfig.capacity_factor or the batch";
     } catch (const std::exception& e) {

@@ -36,6 +36,8 @@ def refusal(call: Call, backend: str, platform: str) -> str | None:
         return "this version has no CUDA kernels yet"
     if (why := runtime.load_error()) is not None:
         return why
+    if call.ranks > 1 and jax.process_count() > 1:
+        return "EP groups that span processes are not supported yet"
     if call.axis is not None:
         mesh = jax.sharding.get_abstract_mesh()
         auto = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]

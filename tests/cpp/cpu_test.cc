@@ -600,12 +600,14 @@ struct Mode {
 
 Status forward(Group& group, CallKey key, const Problem& p, const Shape& s, int32_t rank, Results* out, Mode mode = {}) {
   const Entrance entrance(group, rank, key, arena_layout(s, kTiles));
+  if (entrance.abandoned()) return entrance.why();
   return run_forward(group, entrance.generation(), call_args(p, s, rank, mode.timeout_s), out->forward(s, rank, mode.save),
                      mode.workers);
 }
 
 Status backward(Group& group, CallKey key, const Problem& p, const Shape& s, int32_t rank, Results* out, Mode mode = {}) {
   const Entrance entrance(group, rank, key, arena_layout(s, kTiles));
+  if (entrance.abandoned()) return entrance.why();
   return run_backward(group, entrance.generation(), call_args(p, s, rank, mode.timeout_s), out->saved(rank, mode.save),
                       p.dy.at(rank * s.tokens * s.hidden), out->backward(s, rank), mode.workers);
 }
@@ -859,7 +861,7 @@ void test_exception() {
       }
     }
     const Status got = forward(group, key, p, p.shape(3), rank, &out, {true, 1, kImpatient});
-    CHECK((got == Status{Code::peer_timeout, 1, int64_t(Wait::routes), 0}), text(got));
+    CHECK((got == Status{Code::peer_failed, 1, int64_t(Wait::failure), 0}), text(got));
   });
   expect_healthy(group, p);
 }
@@ -877,7 +879,7 @@ void test_late_to_exception() {
   expect_healthy(group, p);
   Results out(p, 2);
   const Status got = forward(group, key, p, p.shape(2), 0, &out, {true, 1, kImpatient});
-  CHECK((got == Status{Code::peer_timeout, 1, int64_t(Wait::routes), 0}), text(got));
+  CHECK((got == Status{Code::peer_failed, 1, int64_t(Wait::failure), 0}), text(got));
   expect_healthy(group, p);
 }
 
