@@ -115,8 +115,8 @@ def mesh_of(*sizes, names=("expert",), devices=None, axis_type=AxisType.Auto) ->
     return Mesh(np.array(devices[:n]).reshape(sizes), names, axis_types=(axis_type,) * len(names))
 
 
-def run_layer(inputs: Inputs, mesh=None, config=mok.MoEConfig(), **kwargs) -> Result:  # noqa: B008
-    """Output and all gradients, in one jitted program, as numpy."""
+def layer_step(inputs: Inputs, mesh=None, config=mok.MoEConfig(), **kwargs):  # noqa: B008
+    """A function without arguments: output and all gradients, by one jitted program, as numpy."""
 
     def layer(x, weights, experts, shared):
         return mok.moe(x, ids, weights, experts, shared=shared, mesh=mesh, config=config, **kwargs)
@@ -127,7 +127,11 @@ def run_layer(inputs: Inputs, mesh=None, config=mok.MoEConfig(), **kwargs) -> Re
         return y, *pull(dy)
 
     x, ids, weights, experts, shared, dy = jax.tree.map(jnp.asarray, inputs)
-    return jax.tree.map(np.asarray, Result(*step(x, weights, experts, shared, dy)))
+    return lambda: jax.tree.map(np.asarray, Result(*step(x, weights, experts, shared, dy)))
+
+
+def run_layer(*args, **kwargs) -> Result:
+    return layer_step(*args, **kwargs)()
 
 
 def rel_l2(got, want) -> float:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from layer_cases import assert_accurate, make_inputs, mesh_of, oracle, run_layer
+from layer_cases import assert_accurate, assert_same_bits, layer_step, make_inputs, mesh_of, oracle, run_layer
 
 import jax_mok as mok
 
@@ -71,15 +71,17 @@ ROUTES = {
 def test_routes(routes, P, backend):
     T, E, K = 132, 24, 4
     ids = ROUTES[routes](T, K, E, max(P, 2))
-    for dtype in DTYPES:
+    for dtype in DTYPES if backend == "cpu" else DTYPES[:1]:
         check(make_inputs(T, 72, 56, E, K, dtype=dtype, ids=ids, seed=P), dtype, mesh_of(P), backend)
 
 
 def test_many_tiny_groups_repeatedly():
     inputs = make_inputs(64, 128, 128, 384, 6, dtype="bfloat16")
-    want = oracle(inputs)
-    for _ in range(5):
-        assert_accurate(run_layer(inputs, mesh_of(8)), want, "bfloat16")
+    want, step = oracle(inputs), layer_step(inputs, mesh_of(8))
+    first = step()
+    assert_accurate(first, want, "bfloat16")
+    for _ in range(200):
+        assert_same_bits(step(), first)
 
 
 @pytest.mark.parametrize("T", [65536, 131072])
@@ -91,7 +93,7 @@ def test_as_many_tokens_as_a_long_context_batch(T):
 def test_leading_dimensions(backend):
     inputs = make_inputs(24, 40, 24, 8, 2)
     want = oracle(inputs)
-    for lead in [(24,), (4, 6), (6, 4), (2, 3, 4), (1, 24)]:
+    for lead in [(4, 6), (2, 3, 4), (1, 24)]:
         shaped = inputs._replace(**{f: getattr(inputs, f).reshape(*lead, -1) for f in ("x", "ids", "weights", "dy")})
         got = run_layer(shaped, mesh_of(4), mok.MoEConfig(backend=backend))
         assert got.y.shape == (*lead, 40)

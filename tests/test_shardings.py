@@ -12,7 +12,6 @@ from layer_cases import assert_accurate, assert_same_bits, make_inputs, mesh_of,
 
 import jax_mok as mok
 
-
 REPLICATED = P()
 
 
