@@ -14,6 +14,7 @@ FILE_ATTRIBUTES = ("srcs", "hdrs", "textual_hdrs", "data")
 HOMES = {
     "cuda/core/": "core",
     "cuda/cpu/": "cpu",
+    "cuda/device/": "device",
     "cuda/ffi/": "jax_mok/_native.so",
     "jax_mok/": "jax_mok",
     "tests/": "testing",

@@ -167,7 +167,7 @@ def test_auto_falls_back_and_says_so_once(inputs, monkeypatch):
     from jax_mok import backends
 
     monkeypatch.setattr(backends.ffi, "refusal", lambda *_: "no kernel fits this test")
-    backends._say_once.cache_clear()
+    backends.say_once.cache_clear()
     with pytest.warns(UserWarning, match=r"no kernel fits this test.*backend='xla'"):
         y = layer(inputs)
     with warnings.catch_warnings():

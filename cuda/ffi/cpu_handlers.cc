@@ -11,12 +11,10 @@
 
 #include "../cpu/layer.h"
 #include "../cpu/threads.h"
-#include "xla/ffi/api/ffi.h"
+#include "call_frame.h"
 
 namespace mok::ffi {
 namespace {
-
-namespace xf = xla::ffi;
 
 // One per call site of a compiled program, shared by all devices that run it: what tells two calls of a run apart.
 struct CallSite {
@@ -25,56 +23,6 @@ struct CallSite {
 xf::TypeId CallSite::id = {};
 
 xf::ErrorOr<std::unique_ptr<CallSite>> instantiate() { return std::make_unique<CallSite>(); }
-
-std::string message(const Status& s, const cpu::CallArgs& args) {
-  const Shape& shape = args.shape;
-  auto num = [](int64_t v) { return std::to_string(v); };
-  const std::string who = "EP rank " + num(s.rank) + " of " + num(shape.ranks);
-  switch (s.code) {
-    case Code::id_out_of_range:
-      return "jax_mok RoutingError: expert id " + num(s.extra) + " in slot " + num(s.value % shape.top_k) + " of token " +
-             num(s.value / shape.top_k) + " on " + who + " is neither -1 (no expert) nor in [0, " + num(shape.experts) +
-             "). Check the router that produced expert_ids.";
-    case Code::over_capacity:
-      return "jax_mok CapacityError: " + num(s.value) + " rows are routed to " + who + ", which may hold " +
-             num(s.extra) + ". Raise MoEConfig.capacity_factor, or set it to None for room for the worst case.";
-    case Code::shape_mismatch:
-      return "jax_mok ShapeMismatchError: " + who + " made this call with another shape than its peers. All ranks of an "
-             "EP group must run the same program.";
-    case Code::peer_failed:
-      return "jax_mok PeerFailedError: " + who + " ended this call by an error of its own.";
-    default: {
-      static const char* const kWaits[] = {"finish its previous call", "arrive with its routes", "deliver its rows",
-                                           "finish the call"};
-      return "jax_mok PeerTimeoutError: " + who + " did not " + kWaits[s.value & 3] + " within " +
-             std::to_string(args.timeout_s) + " s. It died, runs another program, or is slower than "
-             "MoEConfig.timeout_s allows.";
-    }
-  }
-}
-
-xf::ErrorCode error_code(Code code) {
-  switch (code) {
-    case Code::id_out_of_range: return xf::ErrorCode::kInvalidArgument;
-    case Code::over_capacity: return xf::ErrorCode::kResourceExhausted;
-    case Code::shape_mismatch: return xf::ErrorCode::kFailedPrecondition;
-    case Code::peer_failed: return xf::ErrorCode::kAborted;
-    default: return xf::ErrorCode::kDeadlineExceeded;
-  }
-}
-
-// The operands of both calls start alike; then come, in the backward call, the residuals and dY.
-enum Operand { kCoords, kX, kIds, kWeights, kGate, kUp, kDown, kSharedGate, kSharedUp, kSharedDown, kForwardOperands };
-constexpr size_t kSavedBuffers = 5, kForwardResults = 4 + kSavedBuffers;
-constexpr size_t kBackwardOperands = kForwardOperands + kSavedBuffers + 1, kBackwardResults = 8;
-
-xf::Error check_counts(const xf::RemainingArgs& in, size_t operands, const xf::RemainingRets& out, size_t results) {
-  if (in.size() == operands && out.size() == results) return xf::Error::Success();
-  return xf::Error(xf::ErrorCode::kInternal, "jax_mok: the Python and native parts of the package do not match; reinstall");
-}
-
-void* data(const xf::RemainingArgs& in, size_t i) { return in.get<xf::AnyBuffer>(i)->untyped_data(); }
-void* data(const xf::RemainingRets& out, size_t i) { return (*out.get<xf::AnyBuffer>(i))->untyped_data(); }
 
 // The residuals from position `first` on; none of them unless they were saved.
 template <class Buffers>
@@ -89,18 +37,11 @@ struct Decoded {
   int32_t group;
 };
 
-template <class T>
-T attribute(const xf::Dictionary& attributes, std::string_view name) { return attributes.get<T>(name).value(); }
-
 Decoded decode(const xf::RemainingArgs& in, const xf::Dictionary& attributes) {
-  auto dims = [&](size_t i) { return in.get<xf::AnyBuffer>(i)->dimensions(); };
   const auto* coords = static_cast<const int32_t*>(data(in, kCoords));
-  const bool half = in.get<xf::AnyBuffer>(kX)->element_type() == xf::DataType::BF16;
-  const Shape shape{int32_t(attribute<int64_t>(attributes, "ranks")), int32_t(attribute<int64_t>(attributes, "experts")),
-                    int32_t(dims(kIds)[1]), half ? 2 : 4, dims(kX)[0], dims(kX)[1], dims(kGate)[2],
-                    dims(kSharedGate)[1], attribute<int64_t>(attributes, "max_rows")};
-  return {{shape, coords[0], attribute<double>(attributes, "timeout_s"), data(in, kX), static_cast<const int32_t*>(data(in, kIds)),
-           static_cast<const float*>(data(in, kWeights)), {data(in, kGate), data(in, kUp), data(in, kDown)},
+  return {{shape_of(in, attributes), coords[0], attribute<double>(attributes, "timeout_s"), data(in, kX),
+           static_cast<const int32_t*>(data(in, kIds)), static_cast<const float*>(data(in, kWeights)),
+           {data(in, kGate), data(in, kUp), data(in, kDown)},
            {data(in, kSharedGate), data(in, kSharedUp), data(in, kSharedDown)}},
           coords[1]};
 }
@@ -130,7 +71,7 @@ xf::Future launch(const Decoded& call, int64_t run_id, const CallSite* site, Bod
     }
     // Completing the promise may run XLA's continuation on this thread: nothing of ours may be held here.
     if (!failure.empty()) promise.SetError(xf::Error(xf::ErrorCode::kResourceExhausted, failure));
-    else if (!status.ok()) promise.SetError(xf::Error(error_code(status.code), message(status, call.args)));
+    else if (!status.ok()) promise.SetError(to_error(status, call.args.shape, call.args.timeout_s));
     else promise.SetAvailable();
   });
   return future;
@@ -181,17 +122,9 @@ XLA_FFI_DEFINE_HANDLER(kBackward, backward,
 
 namespace {
 
-// XLA reads a handler's state type when the handler is registered, and JAX registers handlers before types. The first
-// call that XLA makes to any handler, a query for its metadata, brings the API with which to register the type.
-XLA_FFI_Error* register_type_once(const XLA_FFI_Api* api) {
-  static XLA_FFI_TypeInfo info = xf::MakeTypeInfo<CallSite>();
-  static XLA_FFI_Error* const error = xf::Ffi::RegisterTypeId(api, "jax_mok_call_site", &CallSite::id, &info);
-  return error;
-}
-
 template <const auto& kHandler>
 XLA_FFI_Error* with_registered_type(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_Error* const error = register_type_once(frame->api);
+  XLA_FFI_Error* const error = register_type_once<CallSite>(frame->api, "jax_mok_call_site");
   return error != nullptr ? error : kHandler(frame);
 }
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import jax
 
 from jax_mok._call import Call
+from jax_mok._say import say_once
 from jax_mok.backends import ffi
 
 NATIVE = ("cpu", "cuda")
-
-
-@functools.cache
-def _say_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
 
 
 def platform_of(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None) -> str:
@@ -37,7 +31,7 @@ def select(call: Call, platform: str) -> str:
         why = ffi.refusal(call, platform, platform) if platform in NATIVE else f"no kernel for platform {platform!r}"
         if why is None:
             return platform
-        _say_once(f"jax_mok: {why}; running this layer with backend='xla'.")
+        say_once(f"jax_mok: {why}; running this layer with backend='xla'.")
         return "xla"
     why = ffi.refusal(call, asked, platform)
     if why is not None:

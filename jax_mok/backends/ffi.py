@@ -12,9 +12,11 @@ from jax_mok import _varying, runtime
 from jax_mok._call import Call
 from jax_mok._config import Experts
 from jax_mok.backends.collectives import RawStats
+from jax_mok.runtime import cuda
 
 FORWARD = "jax_mok_forward"
 BACKWARD = "jax_mok_backward"
+_MAX_CUDA_EXPERTS = 1024
 
 
 class Saved(NamedTuple):
@@ -32,10 +34,10 @@ def refusal(call: Call, backend: str, platform: str) -> str | None:
     """Why the native backend cannot run this call, or ``None`` if it can."""
     if backend != platform:
         return f"the {backend!r} kernels run on {backend} devices, and this call is placed on {platform!r}"
-    if backend == "cuda":
-        return "this version has no CUDA kernels yet"
     if (why := runtime.load_error()) is not None:
         return why
+    if backend == "cuda":
+        return _cuda_refusal(call)
     if call.ranks > 1 and jax.process_count() > 1:
         return "EP groups that span processes are not supported yet"
     if call.axis is not None:
@@ -44,6 +46,20 @@ def refusal(call: Call, backend: str, platform: str) -> str | None:
         if auto:
             return f"mesh axes {auto} are not manual in the surrounding shard_map"
     return None
+
+
+def _cuda_refusal(call: Call) -> str | None:
+    if call.ranks > 1:
+        return "the CUDA kernels do not exchange rows between GPUs yet (P = 1 only)"
+    if call.dtype != "bfloat16":
+        return f"the CUDA kernels compute in bfloat16, not {call.dtype}"
+    if call.shared_inter:
+        return "the CUDA kernels have no shared expert yet"
+    if call.hidden % 8 or call.inter % 8:
+        return f"H = {call.hidden} and I = {call.inter} must be multiples of 8 for the CUDA kernels"
+    if call.experts > _MAX_CUDA_EXPERTS:
+        return f"{call.experts} experts on one GPU are more than the CUDA kernels take ({_MAX_CUDA_EXPERTS})"
+    return cuda.refusal()
 
 
 def _coordinates(call: Call, like: Any) -> Any:
@@ -62,6 +78,9 @@ def _coordinates(call: Call, like: Any) -> Any:
 def _attributes(call: Call) -> dict[str, Any]:
     """Everything the handlers need beyond shapes, in words a reader of the lowered program understands."""
     return {
+        "hidden": np.int64(call.hidden),
+        "inter": np.int64(call.inter),
+        "top_k": np.int64(call.top_k),
         "ranks": np.int64(call.ranks),
         "experts": np.int64(call.experts),
         "max_rows": np.int64(call.max_rows),
@@ -109,9 +128,10 @@ def forward(
         out(rows, width),
         out(tokens, call.shared_inter),
         out(tokens, call.shared_inter),
+        out(runtime.workspace_bytes(call, backend), dtype=jnp.uint8),
     )
     operands = _operands(call, x, expert_ids, router_weights, experts, _shared_or_empty(call, shared, x))
-    y, per_expert, rows_per_rank, status, *saved = jax.ffi.ffi_call(FORWARD, results)(
+    y, per_expert, rows_per_rank, status, *saved, _ = jax.ffi.ffi_call(FORWARD, results)(
         *operands, **_attributes(call), save=np.int64(save)
     )
     return y, RawStats(per_expert, rows_per_rank, status), Saved(*saved)

@@ -168,6 +168,27 @@ def bench(
     raise typer.Exit(0 if result.agrees else 1)
 
 
+@app.command("compile")
+def compile_kernels(
+    hidden: Annotated[int, typer.Option(min=8, help="H, a multiple of 8.")],
+    inter: Annotated[int, typer.Option(min=8, help="I, a multiple of 8.")],
+    experts: Annotated[int, typer.Option(min=1, help="Experts on one GPU, E / P.")],
+    top_k: Annotated[int, typer.Option(min=1, help="K")] = 8,
+    arch: Annotated[list[str] | None, typer.Option(help="May be repeated. Default: all that have kernels.")] = None,
+) -> None:
+    """Compiles the CUDA kernels for these shapes into the cache, on a machine with or without a GPU."""
+    _need("cuda")
+    from jax_mok.runtime import cuda, jit
+
+    archs = arch or list(jit.ARCHS)
+    if unknown := [a for a in archs if a not in jit.ARCHS]:
+        raise typer.BadParameter(f"no kernels for {', '.join(unknown)}; there are kernels for {', '.join(jit.ARCHS)}.")
+    for kernel in jit.KERNELS:
+        for name in archs:
+            code = jit.cubin(kernel, name, cuda.macros(hidden, inter, top_k, experts))
+            typer.echo(f"{kernel} {name}: {len(code):,} bytes, in {jit.cache_dir()}")
+
+
 def _need(extra: str) -> None:
     from jax_mok.cli.extras import missing
 

@@ -12,7 +12,7 @@ EXTRAS: Final = {
     "cli": ("typer", "rich", "platformdirs"),
     "bench": ("matplotlib",),
     "demo": ("optax", "orbax-checkpoint", "matplotlib"),
-    "cuda": ("cuda-core", "nvidia-cuda-nvrtc"),
+    "cuda": ("cuda-core", "nvidia-cuda-nvrtc", "platformdirs"),
 }
 _INCLUDES: Final = {"demo": ("cli", "flax", "equinox"), "bench": ("cli",)}
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jax_mok._call import Call
+from jax_mok.runtime import cuda
 
 _native: Any = None
 _why: str | None = None
@@ -18,8 +19,10 @@ except ModuleNotFoundError:  # a source tree as it is; "xla" and "reference" sti
 except ImportError as error:
     _why = f"the native module jax_mok._native cannot be loaded ({error}); reinstall the package"
 else:
-    for _name, _stages in _native.handlers().items():
-        jax.ffi.register_ffi_target(_name, _stages, platform="cpu")
+    for _platform, _handlers in (("cpu", _native.cpu_handlers()), ("CUDA", _native.cuda_handlers())):
+        for _name, _stages in _handlers.items():
+            jax.ffi.register_ffi_target(_name, _stages, platform=_platform)
+    _native.set_cuda_loader(cuda.load)
 
 
 def load_error() -> str | None:
@@ -52,6 +55,11 @@ def _shape(call: Call) -> tuple[int, ...]:
 def padded_rows(call: Call) -> int:
     """Rows of a rank's routed buffer: its capacity plus the padding of expert segments."""
     return native().padded_rows(*_shape(call))
+
+
+def workspace_bytes(call: Call, backend: str) -> int:
+    """Bytes of device memory that a forward call works in, beside its results."""
+    return native().cuda_workspace_bytes(*_shape(call)) if backend == "cuda" else 0
 
 
 def arena_bytes(call: Call) -> int:

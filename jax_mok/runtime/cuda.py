@@ -1,0 +1,68 @@
+"""CUDA devices of this process: what they can run, and kernels loaded on all of them before the first call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from typing import Any
+
+import jax
+
+from jax_mok.runtime import jit
+
+_FORWARD_SHARED_BYTES = 232448  # all that a block may have on Hopper
+_ARCH_OF = {"9.0": "sm_90a"}
+
+
+def refusal() -> str | None:
+    """Why this process has no CUDA kernels, or ``None``."""
+    if not all(importlib.util.find_spec(m) for m in ("cuda.core", "cuda.bindings", "platformdirs")):
+        return "the CUDA kernels need the packages of the extra jax_mok[cuda]"
+    found = {d.compute_capability for d in jax.local_devices(backend="gpu")}
+    if not found <= set(_ARCH_OF):
+        return f"there are no kernels for compute capability {', '.join(sorted(found))} (only {', '.join(_ARCH_OF)})"
+    return None
+
+
+def macros(hidden: int, inter: int, top_k: int, experts: int) -> dict[str, int]:
+    """The compile-time shape of the kernels; ``experts`` are those of one rank."""
+    return {"MOK_HIDDEN": hidden, "MOK_INTER": inter, "MOK_TOP_K": top_k, "MOK_EXPERTS": experts}
+
+
+def _check(result: tuple[Any, ...]) -> Any:
+    error, *values = result
+    if int(error) != 0:
+        raise RuntimeError(f"the CUDA driver answered {error}")
+    return values[0] if len(values) == 1 else values
+
+
+@functools.cache
+def load(hidden: int, inter: int, top_k: int, experts: int) -> tuple[int, int, int]:
+    """Compiles the kernels (or takes them from the cache) and loads them on every local GPU.
+
+    Returns the addresses of the route kernel, the forward kernel, and of the host memory that a failing call writes.
+    """
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+
+    _check(driver.cuInit(0))
+    devices = jax.local_devices(backend="gpu")
+    arch = _ARCH_OF[devices[0].compute_capability]
+    shape = macros(hidden, inter, top_k, experts)
+    kernels = []
+    for name in jit.KERNELS:
+        library = _check(driver.cuLibraryLoadData(jit.cubin(name, arch, shape), [], [], 0, [], [], 0))
+        kernels.append(_check(driver.cuLibraryGetKernel(library, name.encode())))
+    shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    for device in devices:
+        handle = _check(driver.cuDeviceGet(device.local_hardware_id))
+        context = _check(driver.cuDevicePrimaryCtxRetain(handle))
+        _check(driver.cuCtxPushCurrent(context))
+        for kernel in kernels:
+            _check(driver.cuKernelSetAttribute(shared, _FORWARD_SHARED_BYTES, kernel, handle))
+            _check(driver.cuKernelGetFunction(kernel))  # loads it now, not at the first launch
+        _check(driver.cuCtxPopCurrent())
+    portable = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+    status = _check(driver.cuMemHostAlloc(24, portable))
+    ctypes.memset(int(status), 0, 24)
+    return int(kernels[0]), int(kernels[1]), int(status)

@@ -1,0 +1,93 @@
+"""The CUDA kernels on one GPU: accuracy, bits, faults."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layer_cases import assert_accurate, assert_same_bits, make_inputs, oracle, rel_l2, run_layer
+
+import jax_mok as mok
+
+pytestmark = pytest.mark.gpu
+
+CUDA = mok.MoEConfig(backend="cuda")
+
+
+def forward(inputs, config=CUDA):
+    f = jax.jit(lambda x, i, w, e: mok.moe(x, i, w, e, config=config, with_stats=True))
+    args = jax.tree.map(jnp.asarray, inputs[:4])
+    return lambda: jax.block_until_ready(f(*args))
+
+
+SHAPES = [(1, 64, 64, 16), (17, 136, 200, 16), (257, 512, 264, 24), (1000, 1024, 768, 64)]
+
+
+@pytest.mark.parametrize("K", [1, 2, 6, 8, 16])
+@pytest.mark.parametrize(("T", "H", "I", "E"), SHAPES)
+def test_accuracy(T, H, I, E, K):
+    inputs = make_inputs(T, H, I, E, K, dtype="bfloat16", seed=T)
+    y, stats = forward(inputs)()
+    assert rel_l2(y, oracle(inputs).y) <= 4e-3
+    np.testing.assert_array_equal(stats.tokens_per_expert, np.bincount(inputs.ids[inputs.ids >= 0], minlength=E))
+
+
+@pytest.mark.parametrize(
+    "ids", [np.zeros((300, 4)), np.full((300, 4), 23), np.full((300, 4), -1), np.arange(1200).reshape(300, 4) % 12 * 2]
+)
+def test_routes(ids):
+    inputs = make_inputs(300, 256, 128, 24, 4, dtype="bfloat16", ids=ids)
+    assert rel_l2(forward(inputs)()[0], oracle(inputs).y) <= 4e-3
+
+
+def test_gradients_come_from_the_fallback():
+    inputs = make_inputs(128, 256, 128, 8, 2, dtype="bfloat16")
+    assert_accurate(run_layer(inputs, None, CUDA), oracle(inputs), "bfloat16")
+
+
+def test_the_same_bits_beside_other_work():
+    inputs = make_inputs(2048, 1024, 512, 32, 8, dtype="bfloat16")
+    step = forward(inputs)
+    want, _ = step()
+    a = jax.random.normal(jax.random.key(0), (4096, 4096), jnp.bfloat16)
+    busy = jax.jit(lambda a: a @ a)
+    for _ in range(200):
+        other = busy(a)
+        assert_same_bits(step()[0], want)
+        other.block_until_ready()
+
+
+def test_a_bad_id_is_nan_now_and_a_typed_error_in_the_next_call():
+    good, bad = (make_inputs(64, 256, 128, 8, 2, dtype="bfloat16") for _ in range(2))
+    bad.ids[37, 1] = 99
+    y, stats = forward(bad)()
+    assert int(stats.status) == 1
+    assert np.isnan(np.asarray(y, np.float32)).all()
+    with pytest.raises(mok.RoutingError, match=r"expert id 99 in slot 1 of token 37"), mok.typed_errors():
+        forward(good)()
+    assert rel_l2(forward(good)()[0], oracle(good).y) <= 4e-3
+
+
+def test_over_capacity():
+    inputs = make_inputs(64, 256, 128, 8, 2, dtype="bfloat16")
+    config = mok.MoEConfig(backend="cuda", capacity_factor=0.5)
+    y, stats = forward(inputs, config)()
+    assert int(stats.status) == 2
+    assert np.isnan(np.asarray(y, np.float32)).all()
+    with pytest.raises(mok.CapacityError), mok.typed_errors():
+        forward(inputs)()
+    assert rel_l2(forward(inputs)()[0], oracle(inputs).y) <= 4e-3
+
+
+def test_scan_over_layers():
+    inputs = jax.tree.map(jnp.asarray, make_inputs(256, 256, 128, 8, 2, dtype="bfloat16"))
+
+    def layer(x, _):
+        y = mok.moe(x, inputs.ids, inputs.weights, inputs.experts, config=CUDA)
+        return (x + y) / 2, y
+
+    once = jax.jit(lambda x: layer(x, None))
+    x = inputs.x
+    _, ys = jax.jit(lambda x: jax.lax.scan(layer, x, None, length=6))(x)
+    for y in ys:
+        x, want = once(x)
+        assert rel_l2(y, want) <= 1e-2
