@@ -217,7 +217,9 @@ def moe(
             f"{token_axes}. Pad the batch to a multiple of {shards} (padding tokens with expert_ids = -1 cost nothing)."
         )
     shape = x.shape
-    if x.ndim < 2 or x.shape[0] % shards:
+    flatten = x.ndim < 2 or x.shape[0] % shards != 0
+    if flatten:  # Explicit axes cannot follow a sharding through these reshapes: gather first
+        x, expert_ids, router_weights = _reshard((x, expert_ids, router_weights), (P(), P(), P()), mesh)
         x, expert_ids, router_weights = (a.reshape(tokens, a.shape[-1]) for a in (x, expert_ids, router_weights))
 
     by_token, by_expert = P(token_axes or None), P(axis)
@@ -237,7 +239,8 @@ def moe(
         return y, stats
 
     y, stats = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(by_token, P()))(*args)
-    y = y.reshape(shape)
+    if flatten:
+        y = _reshard(y, P(), mesh).reshape(shape)
     return (y, stats) if with_stats else y
 
 

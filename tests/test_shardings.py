@@ -43,10 +43,11 @@ def test_any_sharding_of_the_inputs(tokens, experts, shared, axis_type):
     assert_accurate(got, oracle(inputs), "float32")
 
 
-def test_sequences_that_do_not_divide_by_batch():
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_sequences_that_do_not_divide_by_batch(axis_type):
     inputs = make_inputs(24, 48, 32, 8, 2)
     shaped = inputs._replace(**{f: getattr(inputs, f).reshape(3, 8, -1) for f in ("x", "ids", "weights", "dy")})
-    got = run_layer(shaped, mesh_of(4))
+    got = run_layer(shaped, mesh_of(4, axis_type=axis_type))
     assert rel_l2(got.y.reshape(24, 48), oracle(inputs).y) <= 2e-6
 
 

@@ -128,7 +128,9 @@ def test_donation():
     f = jax.jit(lambda x, i, w, e: mok.moe(x, i, w, e, mesh=mesh), donate_argnums=(0, 3))
     want = np.asarray(f(*to_jax(inputs[:4])))
     for _ in range(5):
-        assert_same_bits(f(*to_jax(inputs[:4])), want)
+        args = jax.device_put(to_jax(inputs[:4]), jax.NamedSharding(mesh, P("expert")))
+        assert_same_bits(f(*args), want)
+        assert args[0].is_deleted()
 
 
 def test_ahead_of_time_compilation():

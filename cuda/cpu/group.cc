@@ -5,6 +5,7 @@
 #include <iterator>
 #include <map>
 #include <new>
+#include <tuple>
 
 namespace mok::cpu {
 namespace {
@@ -13,7 +14,7 @@ constexpr size_t kTombstones = 64;  // abandoned calls remembered for ranks that
 
 struct Registry {
   std::mutex mutex;
-  std::map<std::pair<int32_t, int32_t>, std::shared_ptr<Group>> groups;
+  std::map<std::tuple<int32_t, std::string, int32_t>, std::shared_ptr<Group>> groups;
   std::vector<std::shared_ptr<Group>> singles;
 };
 
@@ -58,11 +59,11 @@ Group::Group(int32_t ranks) : ranks_(ranks) {
   }
 }
 
-std::shared_ptr<Group> Group::get(int32_t ranks, int32_t number) {
+std::shared_ptr<Group> Group::get(int32_t ranks, const std::string& mesh, int32_t number) {
   Registry& r = registry();
   std::lock_guard<std::mutex> lock(r.mutex);
   if (ranks == 1) return idle_single();
-  auto& g = r.groups[{ranks, number}];
+  auto& g = r.groups[{ranks, mesh, number}];
   if (g == nullptr) g = std::make_shared<Group>(ranks);
   return g;
 }
@@ -111,15 +112,27 @@ Group::Place Group::enter(int32_t rank, CallKey key, const ArenaLayout& need) {
   changed_.wait(lock, [&] { return find(generation)->abandoned() || my_turn(rank, generation, must_grow()); });
   if (const uint64_t word = find(generation)->abort_word; word != 0) return {generation, word};
   if (must_grow()) {
-    arena_bytes_ = std::max(arena_bytes_, need.bytes);
-    flag_bytes_ = std::max(flag_bytes_, need.flag_bytes);
-    for (auto& m : members_) {
-      m->arena.reserve(arena_bytes_);
-      m->row_flags.reserve(flag_bytes_);
+    try {
+      grow(need);
+    } catch (...) {  // no memory: the call is over for everybody
+      give_up(rank, generation, pack_abort(generation, Wait::failure, rank));
+      find(generation)->seats[size_t(rank)] = Seat::left;
+      throw;
     }
     changed_.notify_all();
   }
   return {generation, 0};
+}
+
+void Group::grow(const ArenaLayout& need) {
+  const int64_t arena = std::max(arena_bytes_, need.bytes), flags = std::max(flag_bytes_, need.flag_bytes);
+  arena_bytes_ = flag_bytes_ = 0;  // until every rank has them
+  for (auto& m : members_) {
+    m->arena.reserve(arena);
+    m->row_flags.reserve(flags);
+  }
+  arena_bytes_ = arena;
+  flag_bytes_ = flags;
 }
 
 void Group::leave(int32_t rank, uint64_t generation) {
@@ -131,6 +144,10 @@ void Group::leave(int32_t rank, uint64_t generation) {
 
 void Group::abandon(int32_t rank, uint64_t generation, uint64_t abort_word) {
   std::lock_guard<std::mutex> lock(mutex_);
+  give_up(rank, generation, abort_word);
+}
+
+void Group::give_up(int32_t rank, uint64_t generation, uint64_t abort_word) {
   for (int32_t peer = 0; peer < ranks_; ++peer) store_release(flag(peer, FlagLayout::aborted, rank), abort_word);
   if (Entry* e = find(generation); e != nullptr && !e->abandoned()) e->abort_word = abort_word;
   changed_.notify_all();

@@ -12,6 +12,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "../core/arena.h"
@@ -47,9 +48,10 @@ class Group {
  public:
   explicit Group(int32_t ranks);
 
-  // The group with this number among the groups of `ranks` ranks. A group of one needs no peers to agree with it, so
-  // any idle one serves; it goes back when the pointer dies.
-  static std::shared_ptr<Group> get(int32_t ranks, int32_t number);
+  // The group with this number among the groups of a mesh axis. `mesh` tells apart groups with other members: each
+  // keeps an order of its own. A group of one needs no peers to agree with it, so any idle one serves; it goes back
+  // when the pointer dies.
+  static std::shared_ptr<Group> get(int32_t ranks, const std::string& mesh, int32_t number);
 
   // Takes the rank's place in the next call with this key and waits for its turn. Arenas then have room for `need`,
   // unless the call was abandoned meanwhile: then there is nothing left to do in it but to report why.
@@ -92,6 +94,8 @@ class Group {
   uint64_t find_or_append(int32_t rank, CallKey key, Seat seat);  // returns the generation
   Entry* find(uint64_t generation);
   bool my_turn(int32_t rank, uint64_t generation, bool must_grow) const;
+  void grow(const ArenaLayout& need);
+  void give_up(int32_t rank, uint64_t generation, uint64_t abort_word);
   void forget_finished();
   bool idle() const;
 

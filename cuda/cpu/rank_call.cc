@@ -73,12 +73,14 @@ Status RankCall::run(int workers) {
   if (ok) {
     plan(&tasks_);
     auto shared = std::make_shared<Workers>();
-    for (int i = 1; i < workers; ++i)
-      run_on_thread([this, shared] {
+    for (int i = 1; i < workers; ++i) {
+      const bool started = run_on_thread([this, shared] {
         if (!shared->join()) return;
         work(*shared);
         shared->quit();
       });
+      if (!started) break;
+    }
     work(*shared);
     shared->close();
     if (exception_ != nullptr) std::rethrow_exception(exception_);
@@ -147,8 +149,11 @@ bool RankCall::wait(Wait what, int32_t peer, Ready ready) {
     backoff.pause();
     if (!backoff.slow()) continue;
     if (failed_.load(std::memory_order_acquire) || peer_aborted()) return false;
-    // A peer that works is slow, not dead: its deadline starts again with every task it finishes.
-    const uint64_t progress = __atomic_load_n(group_.flag(peer, FlagLayout::progress, peer), __ATOMIC_RELAXED);
+    // A group in which somebody works is slow, not dead (the peer may itself be waiting for the one that works): the
+    // deadline starts again with every task that any rank finishes, and there are only so many.
+    uint64_t progress = 0;
+    for (int32_t r = 0; r < shape_.ranks; ++r)
+      progress += __atomic_load_n(group_.flag(r, FlagLayout::progress, r), __ATOMIC_RELAXED);
     const auto now = Clock::now();
     if (deadline == Clock::time_point{} || progress != seen) {
       seen = progress;

@@ -3,6 +3,7 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__linux__)
@@ -14,13 +15,19 @@ namespace {
 
 class ElasticPool {
  public:
-  void run(std::function<void()> job) {
+  bool run(std::function<void()> job) {
     std::lock_guard<std::mutex> lock(mutex_);
     jobs_.push_back(std::move(job));
     if (idle_ >= int(jobs_.size())) {
       wake_.notify_one();
-    } else {
+      return true;
+    }
+    try {
       std::thread([this] { work(); }).detach();
+      return true;
+    } catch (const std::system_error&) {
+      jobs_.pop_back();
+      return false;
     }
   }
 
@@ -50,9 +57,9 @@ class ElasticPool {
 
 }  // namespace
 
-void run_on_thread(std::function<void()> job) {
+bool run_on_thread(std::function<void()> job) {
   static ElasticPool* const pool = new ElasticPool;  // never destroyed: its threads outlive main
-  pool->run(std::move(job));
+  return pool->run(std::move(job));
 }
 
 int core_count() {

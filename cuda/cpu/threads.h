@@ -6,7 +6,8 @@
 
 namespace mok::cpu {
 
-void run_on_thread(std::function<void()> job);
+// False if there is no thread to be had; the job is then not run.
+bool run_on_thread(std::function<void()> job);
 
 // Cores this process may use.
 int core_count();

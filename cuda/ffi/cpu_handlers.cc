@@ -35,6 +35,7 @@ cpu::SavedBuffers saved_buffers(const Buffers& buffers, size_t first, bool save)
 struct Decoded {
   cpu::CallArgs args;
   int32_t group;
+  std::string mesh;
 };
 
 Decoded decode(const xf::RemainingArgs& in, const xf::Dictionary& attributes) {
@@ -43,7 +44,9 @@ Decoded decode(const xf::RemainingArgs& in, const xf::Dictionary& attributes) {
            static_cast<const int32_t*>(data(in, kIds)), static_cast<const float*>(data(in, kWeights)),
            {data(in, kGate), data(in, kUp), data(in, kDown)},
            {data(in, kSharedGate), data(in, kSharedUp), data(in, kSharedDown)}},
-          coords[1]};
+          coords[1],
+          std::string(attribute<std::string_view>(attributes, "mesh")) + "/" +
+              std::string(attribute<std::string_view>(attributes, "axis"))};
 }
 
 int worker_count(const Shape& shape) {
@@ -57,11 +60,11 @@ using Body = std::function<Status(cpu::Group&, uint64_t generation)>;
 xf::Future launch(const Decoded& call, int64_t run_id, const CallSite* site, Body body) {
   xf::Promise promise;
   xf::Future future(promise);
-  cpu::run_on_thread([call, run_id, site, promise, body = std::move(body)]() mutable {
+  auto job = [call, run_id, site, promise, body = std::move(body)]() mutable {
     Status status;
     std::string failure;
     try {
-      const std::shared_ptr<cpu::Group> group = cpu::Group::get(call.args.shape.ranks, call.group);
+      const std::shared_ptr<cpu::Group> group = cpu::Group::get(call.args.shape.ranks, call.mesh, call.group);
       const cpu::Entrance entrance(*group, call.args.rank, {run_id, site}, arena_layout(call.args.shape, cpu::kTiles));
       status = entrance.abandoned() ? entrance.why() : body(*group, entrance.generation());
     } catch (const std::bad_alloc&) {
@@ -73,7 +76,8 @@ xf::Future launch(const Decoded& call, int64_t run_id, const CallSite* site, Bod
     if (!failure.empty()) promise.SetError(xf::Error(xf::ErrorCode::kResourceExhausted, failure));
     else if (!status.ok()) promise.SetError(to_error(status, call.args.shape, call.args.timeout_s));
     else promise.SetAvailable();
-  });
+  };
+  if (!cpu::run_on_thread(job)) job();  // no more threads: XLA's own has to wait
   return future;
 }
 

@@ -87,6 +87,7 @@ def _attributes(call: Call) -> dict[str, Any]:
         "timeout_s": np.float64(call.config.timeout_s),
         "residuals": call.config.residuals,
         "axis": "" if call.axis is None else str(call.axis),
+        "mesh": ",".join(f"{name}={size}" for name, size in jax.sharding.get_abstract_mesh().shape.items()),
     }
 
 

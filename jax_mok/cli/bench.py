@@ -35,7 +35,6 @@ Pass = Literal["fwd", "fwd+bwd"]
 _PASSES: tuple[Pass, ...] = ("fwd", "fwd+bwd")
 _FLOP_OF_FORWARD = {"fwd": 1, "fwd+bwd": 3}
 _MATMUL = "matmul"
-_MATMUL_SIZE = 1536
 _WARM_CALLS = 2
 _LEAST_ROUNDS = 5
 
@@ -140,7 +139,7 @@ def run(
         residuals=residuals,
         rounds=len(matmul_seconds),
         seed=seed,
-        matmul=f"{_matmul_dtype(mesh)} {_MATMUL_SIZE}^3",
+        matmul=f"{_matmul_dtype(mesh)} {_matmul_size(mesh)}^3",
         matmul_gflops=matmul_rate / 1e9,
         differences=differences,
         tolerance=_TOLERANCE[shape.dtype],
@@ -204,14 +203,19 @@ def _matmul_dtype(mesh: Mesh) -> str:
     return "float32" if backends.platform_of(mesh) == "cpu" else "bfloat16"
 
 
+def _matmul_size(mesh: Mesh) -> int:
+    return 1536 if backends.platform_of(mesh) == "cpu" else 8192  # enough to fill the device
+
+
 def _matmul(mesh: Mesh, seed: int) -> tuple[Callable[[], jax.Array], int]:
     """A dense matmul for scale: on one virtual CPU device, which has all cores; on every GPU."""
     copies = 1 if backends.platform_of(mesh) == "cpu" else mesh.size
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("expert"))
-    a = jax.random.normal(jax.random.key(seed), (copies, _MATMUL_SIZE, _MATMUL_SIZE), jnp.dtype(_matmul_dtype(mesh)))
+    size = _matmul_size(mesh)
+    a = jax.random.normal(jax.random.key(seed), (copies, size, size), jnp.dtype(_matmul_dtype(mesh)))
     a = jax.device_put(a, mesh.devices.flat[0] if copies == 1 else sharding)
     program = jax.jit(lambda a: jnp.matmul(a, a.mT))
-    return functools.partial(program, a), 2 * copies * _MATMUL_SIZE**3
+    return functools.partial(program, a), 2 * copies * size**3
 
 
 def _environment(mesh: Mesh) -> dict[str, Any]:

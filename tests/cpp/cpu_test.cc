@@ -968,14 +968,15 @@ void test_arena_growth() {
 }
 
 void test_registry() {
-  const auto a = Group::get(3, 0), b = Group::get(3, 1), again = Group::get(3, 0);
+  const auto a = Group::get(3, "x=3", 0), b = Group::get(3, "x=3", 1), again = Group::get(3, "x=3", 0);
+  CHECK(Group::get(3, "y=3", 0) != a, "another axis, another group");
   CHECK(a == again && a != b && a->ranks() == 3, "groups by number");
-  auto one = Group::get(1, 0);
+  auto one = Group::get(1, "x=1", 0);
   const Group* first = one.get();
-  const auto other = Group::get(1, 0);
+  const auto other = Group::get(1, "x=1", 0);
   CHECK(one != other, "busy groups of one are not shared");
   one.reset();
-  one = Group::get(1, 5);
+  one = Group::get(1, "x=1", 5);
   CHECK(one.get() == first, "idle ones are used again");
   const int64_t before = held_bytes();
   expect_healthy(*a, small_problem());
