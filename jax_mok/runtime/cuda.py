@@ -43,7 +43,7 @@ def load(hidden: int, inter: int, top_k: int, experts: int) -> tuple[int, int, i
 
     Returns the addresses of the route kernel, the forward kernel, and of the host memory that a failing call writes.
     """
-    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+    from cuda.bindings import driver  # pyright: ignore
 
     _check(driver.cuInit(0))
     devices = jax.local_devices(backend="gpu")

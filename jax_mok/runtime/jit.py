@@ -34,7 +34,7 @@ def cache_dir() -> Path:
 
 
 def _options(arch: str, macros: dict[str, int], verbose: bool) -> Any:
-    from cuda.core import ProgramOptions  # pyright: ignore[reportAttributeAccessIssue]
+    from cuda.core import ProgramOptions  # pyright: ignore
 
     return ProgramOptions(
         arch=arch,
@@ -51,7 +51,7 @@ def _source(kernel: str) -> str:
 
 def compile_with_log(kernel: str, arch: str, macros: dict[str, int]) -> tuple[bytes, str]:
     """The cubin, freshly compiled, and what ptxas said of its registers and spills."""
-    from cuda.core import Program  # pyright: ignore[reportAttributeAccessIssue]
+    from cuda.core import Program  # pyright: ignore
 
     log = io.StringIO()
     code = Program(_source(kernel), "c++", _options(arch, macros, verbose=True)).compile("cubin", logs=log)
@@ -60,12 +60,12 @@ def compile_with_log(kernel: str, arch: str, macros: dict[str, int]) -> tuple[by
 
 def cubin(kernel: str, arch: str, macros: dict[str, int]) -> bytes:
     """The cubin of a kernel, from the cache on disk if it is there. The key covers sources, options and NVRTC."""
-    from cuda.core.utils import (  # pyright: ignore[reportMissingImports]
+    from cuda.core.utils import (  # pyright: ignore
         FileStreamProgramCache,
         make_program_cache_key,
     )
 
-    from cuda.core import Program  # pyright: ignore[reportAttributeAccessIssue]
+    from cuda.core import Program  # pyright: ignore
 
     options, source = _options(arch, macros, verbose=False), _source(kernel)
     headers = hashlib.sha256()
