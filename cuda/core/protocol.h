@@ -20,7 +20,7 @@ struct FlagLayout {
   static constexpr int32_t published = 0;
   static constexpr int32_t finished = 1;
   static constexpr int32_t aborted = 2;
-  static constexpr int32_t progress = 3;  // bumped per task by its owner: tells slow from dead
+  static constexpr int32_t progress = 3;  // bumped per task by its owner and kept there: tells slow from dead
   static constexpr int32_t kinds = 4;
 
   MOK_HD static int64_t index(int32_t kind, int32_t peer, int32_t ranks) {
