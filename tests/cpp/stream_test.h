@@ -1,0 +1,137 @@
+// The task streams. Part of cpu_test.cc.
+#pragma once
+
+#include "check.h"
+
+namespace mok::cpu {
+namespace {
+
+// ---- task stream ----
+
+// A stream with the place of every task. Fails when a task comes twice.
+struct Stream {
+  using Key = std::tuple<TaskKind, int32_t, int32_t, int32_t>;
+  std::map<Key, size_t> at;
+  std::vector<Task> tasks;
+
+  void add(const Task& t) {
+    CHECK(at.emplace(Key{t.kind, t.segment, t.block, t.tile}, tasks.size()).second, "every tile once");
+    tasks.push_back(t);
+  }
+  size_t place(TaskKind kind, int32_t segment, int32_t block, int32_t tile) const {
+    const auto it = at.find(Key{kind, segment, block, tile});
+    CHECK(it != at.end(), "task of kind " + num(int64_t(kind)) + " is in the stream");
+    return it->second;
+  }
+};
+
+// The tiles [0, n) of `kind` are all there, after `after`. Returns the last one's place.
+size_t check_tiles(const Stream& stream, TaskKind kind, int32_t segment, int32_t block, int64_t n, size_t after,
+                   size_t* count) {
+  size_t last = after;
+  for (int32_t tile = 0; tile < n; ++tile) {
+    const size_t here = stream.place(kind, segment, block, tile);
+    CHECK(after == size_t(-1) || here > after, "a task waits only on earlier tasks");
+    if (last == size_t(-1) || here > last) last = here;
+    ++*count;
+  }
+  return last;
+}
+
+struct StreamCase {
+  std::vector<Segment> segments;
+  std::vector<int32_t> order;
+  StreamShape shape;
+};
+
+void fill_random_stream(Random& rnd, StreamCase* c) {
+  const int32_t local = int32_t(rnd.in(1, 6));
+  const Shape shape{1, local, 2, 4, rnd.in(0, 50), rnd.in(1, 60), rnd.in(1, 40), rnd.in(0, 1) * rnd.in(1, 30), 0};
+  const Tiles tiles{int32_t(rnd.in(1, 9)), int32_t(rnd.in(1, 16)), int32_t(rnd.in(1, 16)), int32_t(rnd.in(1, 16)),
+                    int32_t(rnd.in(1, 16)), int32_t(rnd.in(1, 8)), int32_t(rnd.in(0, 3))};
+  int32_t block = 0;
+  for (int32_t s = 0; s < local + (shape.shared_inter > 0); ++s) {
+    const int64_t rows = s == local ? shape.tokens : rnd.in(0, 2) == 0 ? 0 : rnd.in(1, 40);
+    const int32_t blocks = int32_t(ceil_div(rows, tiles.block_m));
+    c->segments.push_back({rows, block, blocks, s == local ? shape.shared_inter : shape.inter});
+    block += blocks;
+  }
+  c->order.resize(c->segments.size(), -7);
+  order_by_length(c->segments.data(), int32_t(c->segments.size()), c->order.data());
+  c->shape = {shape, tiles, c->segments.data(), c->order.data(), rnd.in(0, 1) == 1};
+}
+
+void check_order_by_length(const StreamCase& c) {
+  std::vector<bool> seen(c.segments.size());
+  for (size_t i = 0; i < c.order.size(); ++i) {
+    seen[size_t(c.order[i])] = true;
+    CHECK(i == 0 || c.segments[size_t(c.order[i - 1])].rows >= c.segments[size_t(c.order[i])].rows, "long ones first");
+  }
+  for (bool s : seen) CHECK(s, "every segment has a place");
+}
+
+// The second GEMM of the n-th routed block comes once min(n + lag + 1, all) blocks have had their first.
+void check_lag(const Stream& stream, const StreamCase& c, TaskKind first, TaskKind second) {
+  int64_t blocks = 0, ahead = 0;
+  for (int32_t s = 0; s < c.shape.shape.local_experts(); ++s) blocks += c.segments[size_t(s)].blocks;
+  for (const Task& t : stream.tasks) {
+    if (t.segment == c.shape.shape.local_experts() || t.tile != 0) continue;
+    if (t.kind == first) ++ahead;
+    if (t.kind == second) {
+      const int64_t nth = t.block - c.segments[0].first_block;
+      CHECK(ahead == min_of(nth + c.shape.tiles.lag + 1, blocks), "lag of block " + num(nth));
+    }
+  }
+}
+
+void check_stream(const StreamCase& c, bool backward) {
+  Stream stream;
+  auto emit = [&](const Task& t) { stream.add(t); };
+  if (backward) backward_stream(c.shape, emit); else forward_stream(c.shape, emit);
+  const StreamShape& s = c.shape;
+  const int32_t local = s.shape.local_experts();
+  const int64_t hidden = s.shape.hidden;
+  const auto up = [&](int64_t total, int64_t tile) { return ceil_div(total, tile); };
+  const size_t start = size_t(-1);
+  size_t count = 0, end = start;
+  for (int32_t seg = 0; seg < s.segment_count(); ++seg) {
+    const Segment& segment = c.segments[size_t(seg)];
+    const int64_t inter_tiles = up(segment.inter, s.tiles.inter_n), hidden_tiles = up(hidden, s.tiles.hidden_n);
+    size_t grads = start;
+    for (int32_t b = segment.first_block; b < segment.first_block + segment.blocks; ++b) {
+      size_t at = start;
+      if (seg < local) at = check_tiles(stream, TaskKind::pull, seg, b, 1, at, &count);
+      if (!backward || s.recompute) at = check_tiles(stream, TaskKind::gate_up, seg, b, inter_tiles, at, &count);
+      if (backward) at = check_tiles(stream, TaskKind::hidden_grad, seg, b, inter_tiles, at, &count);
+      if (grads == start || at > grads) grads = at;
+      at = check_tiles(stream, backward ? TaskKind::input_grad : TaskKind::down, seg, b, hidden_tiles, at, &count);
+      if (end == start || at > end) end = at;
+    }
+    if (!backward) continue;
+    const int64_t m = s.tiles.wgrad_m, n = s.tiles.wgrad_n;
+    for (auto [kind, tiles] : {std::pair{TaskKind::down_wgrad, up(segment.inter, m) * up(hidden, n)},
+                               std::pair{TaskKind::gate_up_wgrad, up(hidden, m) * up(segment.inter, n)}}) {
+      const size_t at = check_tiles(stream, kind, seg, 0, tiles, grads, &count);
+      if (end == start || at > end) end = at;
+    }
+  }
+  for (int32_t i = 0; i < up(s.shape.tokens, s.tiles.combine_m); ++i)
+    check_tiles(stream, TaskKind::combine, 0, i, 1, end, &count);
+  CHECK(count == stream.tasks.size(), "nothing else is in the stream");
+  check_lag(stream, c, backward ? TaskKind::hidden_grad : TaskKind::gate_up,
+            backward ? TaskKind::input_grad : TaskKind::down);
+}
+
+void test_task_stream() {
+  Random rnd(3);
+  for (int trial = 0; trial < 300; ++trial) {
+    StreamCase c;
+    fill_random_stream(rnd, &c);
+    check_order_by_length(c);
+    check_stream(c, false);
+    check_stream(c, true);
+  }
+}
+
+}  // namespace
+}  // namespace mok::cpu
