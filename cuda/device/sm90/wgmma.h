@@ -5,14 +5,17 @@
 
 namespace mok::sm90 {
 
+// How an operand lies in shared memory: rows of K, or rows of M (a) or N (b).
+enum class Major { k, mn };
+
 // Shared-memory matrix descriptor, 128-byte swizzle: address / 16 in bits 0-13, leading offset / 16 in 16-29, stride
 // offset / 16 in 32-45, swizzle mode in 62-63.
 //   K-major (rows of 64 elements): stride offset 1024 = 8 rows; the next 16 of K are 32 bytes on.
 //   MN-major (blocks of 64 k-rows of 64 columns, 8 KB): stride offset 1024 = 8 k-rows, leading offset 8192 = the next
 //   64 columns; the next 16 of K are 2048 bytes on.
-constexpr uint32_t kStepK = 32, kStepMN = 2048;
-__device__ inline uint64_t descriptor(uint32_t address, bool mn_major) {
-  const uint64_t leading = mn_major ? 8192 >> 4 : 1;
+__device__ constexpr uint32_t k_step(Major major) { return major == Major::k ? 32 : 2048; }
+__device__ inline uint64_t descriptor(uint32_t address, Major major) {
+  const uint64_t leading = major == Major::mn ? 8192 >> 4 : 1;
   return uint64_t((address & 0x3ffff) >> 4) | (leading << 16) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 62);
 }
 
@@ -21,7 +24,8 @@ __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.al
 template <int kPending>
 __device__ inline void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
 
-// d[64, 256] (+)= a[64, 16] b[16, 256]; a K-major, b MN-major.
+// d[64, 256] (+)= a[64, 16] b[16, 256]
+template <Major kA, Major kB>
 __device__ inline void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
@@ -34,7 +38,7 @@ __device__ inline void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b,
       "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
       "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
       "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-      "}, %128, %129, p, 1, 1, 0, 1;\n}\n"
+      "}, %128, %129, p, 1, 1, %131, %132;\n}\n"
       :
         "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
@@ -52,7 +56,7 @@ __device__ inline void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b,
         "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]),
         "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]),
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
-      : "l"(a), "l"(b), "r"(int(accumulate)));
+      : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kA == Major::mn)), "n"(int(kB == Major::mn)));
 }
 
 }  // namespace mok::sm90

@@ -1,0 +1,224 @@
+// The pipeline that Hopper's persistent kernels share: a producer thread deals tasks and loads tiles by TMA, two math
+// warpgroups multiply them and store results by TMA.
+//
+// Clusters of two CTAs work on one task at a time, each on its own 128 x 256 tile. A kernel describes its tasks by a
+// Stream:
+//
+//   uint32_t count(), take()                       tasks, and the next number off the one in-order ticket
+//   Task task(ticket)
+//   bool ready(task)                               waits for what the task reads; false: the call has failed
+//   int blocks(task)                               K blocks of 64
+//   void load(task, k, cta, stage, bar)            issues the loads of block k: kBytesA of A, then kBytesB of B
+//   void multiply(math, acc, task)                 MathWarp::multiply with the operands' layouts
+//   void store(math, acc, task)                    MathWarp::store, and what to signal: math.pending
+//   void signal(pending, lane)                     called by a whole warp when its stores of a task are complete
+//
+// Tasks wait only for earlier tasks, movers and flags of peers, so any number of resident clusters makes progress.
+#pragma once
+
+#include "../ptx/sync.h"
+#include "../ptx/tma.h"
+#include "wgmma.h"
+
+namespace mok::sm90 {
+
+using namespace mok::ptx;
+
+constexpr int kBlockM = 128, kBlockN = 256, kBlockK = 64, kStages = 4, kRing = 2, kMathWarps = 8, kClusterCtas = 2;
+constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2, kBytesStage = kBytesA + kBytesB;
+constexpr uint32_t kBytesColumns = 64 * kBlockK * 2;            // 64 rows or columns of an operand, 64 of K
+constexpr int kStoreRows = 16, kStoreColumns = 64, kStoreBuffers = 2;
+constexpr uint32_t kBytesStore = kStoreRows * kStoreColumns * 2;
+constexpr uint32_t kBarriers = kStages * kBytesStage + kMathWarps * kStoreBuffers * kBytesStore;
+constexpr int kProducerRegisters = 72, kMathRegisters = 216;    // of the 168 that each thread starts with
+constexpr uint32_t kStop = 0xffffffffu;
+
+// Dynamic shared memory of a CTA, by 32-bit address.
+struct Shared {
+  uint32_t base;
+  __device__ uint32_t stage(uint32_t s) const { return base + s * kBytesStage; }
+  __device__ uint32_t store_buffer(int warp, uint32_t i) const {
+    return base + kStages * kBytesStage + (warp * kStoreBuffers + i) * kBytesStore;
+  }
+  __device__ uint32_t full(uint32_t s) const { return base + kBarriers + 8 * s; }
+  __device__ uint32_t empty(uint32_t s) const { return full(kStages + s); }
+  __device__ uint32_t task_full(uint32_t i) const { return full(2 * kStages + i); }
+  __device__ uint32_t task_empty(uint32_t i) const { return full(2 * kStages + kRing + i); }
+  __device__ uint32_t task(uint32_t i) const { return full(2 * kStages + 2 * kRing) + 4 * i; }
+
+  // By all threads of the cluster, once.
+  __device__ void init() const {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < kStages; ++s) {
+        barrier_init(full(s), 1);
+        barrier_init(empty(s), kMathWarps * kClusterCtas);
+      }
+      for (int i = 0; i < kRing; ++i) {
+        barrier_init(task_full(i), 1);
+        barrier_init(task_empty(i), (kMathWarps + 1) * kClusterCtas);
+      }
+      barriers_visible();
+      fence_async_shared();
+    }
+    __syncthreads();
+    cluster_sync();
+  }
+};
+
+// Position in a ring of kSize slots with the parity of its current round.
+template <int kSize>
+struct Ring {
+  uint32_t slot = 0, parity = 0;
+  __device__ void advance() {
+    if (++slot == kSize) { slot = 0; parity ^= 1; }
+  }
+};
+
+// One thread of each CTA. CTA 0 deals: a task goes to both CTAs once its inputs are there, so nobody is stuck in the
+// middle of one.
+template <class Stream>
+__device__ void produce(const Stream& stream, const Shared& sh, uint32_t cta) {
+  Ring<kStages> stage;
+  Ring<kRing> ring, publish;
+  const uint32_t tasks = stream.count();
+  auto deal = [&](uint32_t ticket) {
+    const uint32_t word = ticket < tasks && stream.ready(stream.task(ticket)) ? ticket : kStop;
+    barrier_wait(sh.task_empty(publish.slot), publish.parity ^ 1);
+    for (uint32_t r = 0; r < kClusterCtas; ++r) send_word(sh.task(publish.slot), word, sh.task_full(publish.slot), r);
+    publish.advance();
+  };
+  if (cta == 0) deal(stream.take());
+  for (;;) {
+    barrier_expect(sh.task_full(ring.slot), 4);
+    barrier_wait(sh.task_full(ring.slot), ring.parity);
+    const uint32_t ticket = load_shared(sh.task(ring.slot));
+    barrier_arrive_at(sh.task_empty(ring.slot), 0);
+    ring.advance();
+    if (ticket == kStop) return;
+    const uint32_t next = cta == 0 ? stream.take() : 0;
+    const auto task = stream.task(ticket);
+    if (cta != 0) stream.ready(task);  // it is: this acquires its inputs for this CTA
+    const int blocks = stream.blocks(task);
+#pragma unroll 1
+    for (int k = 0; k < blocks; ++k) {
+      barrier_wait(sh.empty(stage.slot), stage.parity ^ 1);
+      barrier_expect(sh.full(stage.slot), kBytesStage);
+      stream.load(task, k, cta, sh.stage(stage.slot), sh.full(stage.slot));
+      stage.advance();
+    }
+    if (cta == 0) deal(next);
+  }
+}
+
+__device__ inline uint32_t pack_bf16(float lo, float hi) {
+  uint32_t r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+
+// A warp of the math warpgroups: rows 16 warp .. 16 warp + 15 of its CTA's tile.
+template <class Stream>
+struct MathWarp {
+  const Stream& stream;
+  const Shared& sh;
+  uint32_t cta;
+  int warp, lane;                // warp 0-7
+  Ring<kStages> stage = {};
+  uint32_t buffer = 0;
+  int64_t pending = -1;          // what to signal once this warp's stores are complete; -1 = nothing
+
+  __device__ void flush() {
+    if (pending < 0) return;
+    if (lane == 0) bulk_wait<0>();
+    __syncwarp();
+    stream.signal(pending, lane);
+    pending = -1;
+  }
+
+  __device__ void release(uint32_t s) const {
+    if (lane < kClusterCtas) barrier_arrive_at(sh.empty(s), lane);
+  }
+
+  // acc[64 rows of the warpgroup, 256] = sum over `blocks` K blocks
+  template <Major kA, Major kB>
+  __device__ void multiply(float (&acc)[128], int blocks) {
+    const uint64_t a0 = descriptor(sh.stage(0) + (warp >> 2) * (kBytesA / 2), kA);
+    const uint64_t b0 = descriptor(sh.stage(0) + kBytesA, kB);
+    constexpr uint32_t kStepA = k_step(kA) >> 4, kStepB = k_step(kB) >> 4;
+    uint32_t previous = 0;
+#pragma unroll 1
+    for (int k = 0; k < blocks; ++k) {
+      barrier_wait(sh.full(stage.slot), stage.parity);
+      wgmma_fence();
+      const uint64_t a = a0 + stage.slot * (kBytesStage >> 4), b = b0 + stage.slot * (kBytesStage >> 4);
+      wgmma_m64n256k16<kA, kB>(acc, a, b, k > 0);
+      wgmma_m64n256k16<kA, kB>(acc, a + kStepA, b + kStepB, true);
+      wgmma_m64n256k16<kA, kB>(acc, a + 2 * kStepA, b + 2 * kStepB, true);
+      wgmma_m64n256k16<kA, kB>(acc, a + 3 * kStepA, b + 3 * kStepB, true);
+      wgmma_commit();
+      if (k > 0) {
+        wgmma_wait<1>();
+        release(previous);
+      }
+      if (k == 2) flush();
+      previous = stage.slot;
+      stage.advance();
+    }
+    wgmma_wait<0>();
+    release(previous);
+    flush();
+  }
+
+  // 16 rows x 64 columns of this warp: registers -> swizzled shared memory -> TMA store at (column, row). pack(j, v)
+  // gives the two packed words of columns 8j .. 8j + 7 that this thread holds: rows lane / 4 and lane / 4 + 8.
+  template <class Pack>
+  __device__ void store(const TensorMap* map, int32_t column, int32_t row, bool valid, Pack pack) {
+    if (lane == 0) bulk_wait_read<kStoreBuffers - 1>();
+    __syncwarp();
+    const uint32_t buf = sh.store_buffer(warp, buffer);
+    const uint32_t line = buf + (lane & 15) * 128;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      uint32_t v[4];
+      pack(j, v);
+      pack(j + 1, v + 2);
+      const uint32_t at = line + (((j + (lane >> 4)) ^ (lane & 7)) << 4);
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]), "r"(v[1]),
+                   "r"(v[2]), "r"(v[3])
+                   : "memory");
+    }
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) {
+      if (valid) tma_store_2d(map, buf, column, row);
+      bulk_commit();
+    }
+    buffer ^= 1;
+  }
+};
+
+// Warps 4-11 of a CTA.
+template <class Stream>
+__device__ void compute(const Stream& stream, const Shared& sh, uint32_t cta, int warp, int lane) {
+  MathWarp<Stream> me{stream, sh, cta, warp, lane};
+  Ring<kRing> ring;
+  float acc[128];
+  for (;;) {
+    // Somebody may wait for my stores before the next task can come: don't sleep on it with a signal in the pocket.
+    if (!barrier_test(sh.task_full(ring.slot), ring.parity)) me.flush();
+    barrier_wait(sh.task_full(ring.slot), ring.parity);
+    const uint32_t ticket = load_shared(sh.task(ring.slot));
+    __syncwarp();
+    if (lane == 0) barrier_arrive_at(sh.task_empty(ring.slot), 0);
+    ring.advance();
+    if (ticket == kStop) break;
+    const auto task = stream.task(ticket);
+    stream.multiply(me, acc, task);
+    stream.store(me, acc, task);
+  }
+  me.flush();
+  if (lane == 0) bulk_wait<0>();
+  __syncwarp();
+}
+
+}  // namespace mok::sm90
