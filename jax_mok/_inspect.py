@@ -147,7 +147,7 @@ def _describe(
     native = None if runtime.load_error() else runtime.native()
     kept = 0
     if not backward and int(attributes.get("save", "0")) and native is not None:
-        kept = native.padded_rows(*shape) * (hidden + 2 * inter) * element + tokens * 2 * shared_inter * element
+        kept = native.padded_rows(shape) * (hidden + 2 * inter) * element + tokens * 2 * shared_inter * element
     return CallInfo(
         target=target,
         tokens=tokens,
@@ -165,7 +165,7 @@ def _describe(
         flops=products * hidden * (slots * inter + tokens * shared_inter),
         link_bytes=remote * (rows_moved * hidden * element + (8 if backward else 0)),
         residual_bytes=kept,
-        arena_bytes=None if native is None else native.arena_bytes(*shape),
+        arena_bytes=None if native is None else native.arena_bytes(shape),
     )
 
 

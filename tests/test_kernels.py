@@ -9,9 +9,9 @@ from jax_mok.runtime import cuda, jit
 pytest.importorskip("cuda.core.utils", reason="needs the packages of the extra 'cuda'")
 
 SHAPES = {
-    "DeepSeek-V3-like": (7168, 2048, 8, 8),
-    "Qwen3-30B-A3B": (2048, 768, 8, 128),
-    "odd widths": (136, 200, 3, 5),
+    "DeepSeek-V3-like": (7168, 2048, 8, 2048),
+    "Qwen3-30B-A3B": (2048, 768, 8, 0),
+    "odd widths": (136, 200, 3, 72),
 }
 
 
@@ -32,7 +32,7 @@ def test_the_compile_command_fills_the_cache(tmp_path, monkeypatch):
     from jax_mok.cli.app import app
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shape = ["--hidden", "136", "--inter", "200", "--experts", "5", "--top-k", "3"]
+    shape = ["--hidden", "136", "--inter", "200", "--top-k", "3"]
     done = CliRunner().invoke(app, ["compile", *shape])
     assert done.exit_code == 0, done.output
     assert len([p for p in jit.cache_dir().rglob("*") if p.is_file() and p.stat().st_size > 1000]) == len(jit.KERNELS)
@@ -41,11 +41,11 @@ def test_the_compile_command_fills_the_cache(tmp_path, monkeypatch):
 
 def test_cubins_are_cached(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = jit.cubin("mok_route", "sm_90a", cuda.macros(136, 200, 3, 5))
+    first = jit.cubin("mok_route", "sm_90a", cuda.macros(136, 200, 3, 0))
     monkeypatch.setattr(jit, "KERNELS", dict.fromkeys(jit.KERNELS, "nothing.cu"))
     with pytest.raises(Exception, match=r"nothing.cu"):  # another source is another key
-        jit.cubin("mok_route", "sm_90a", cuda.macros(136, 200, 3, 5))
+        jit.cubin("mok_route", "sm_90a", cuda.macros(136, 200, 3, 0))
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert jit.cubin("mok_route", "sm_90a", cuda.macros(136, 200, 3, 5)) == first
+    assert jit.cubin("mok_route", "sm_90a", cuda.macros(136, 200, 3, 0)) == first
     assert len(list(tmp_path.rglob("*"))) > 1

@@ -13,6 +13,7 @@ struct Verdict {
 };
 
 struct ArenaLayout {
+  int64_t verdict;      // Verdict; first, so that ranks of unlike shapes find it, too
   int64_t tokens_in;    // [T, H] x, as peers pull it
   int64_t grads_in;     // [T, H] dY
   int64_t rows_out;     // [padded_rows, H] y rows (forward) or dX rows (backward)
@@ -20,7 +21,6 @@ struct ArenaLayout {
   int64_t weight_grads; // [padded_rows] f32 router-weight gradients, one per row
   int64_t slots;        // [T * K] i32 slot numbers sorted by expert
   int64_t counts;       // [E] i32 slots of this rank per expert
-  int64_t verdict;      // Verdict
   int64_t bytes;
   // Row-block flags, [P, row blocks] u64 generations, written by the owner of the block. A region of their own: only
   // generations are ever stored there, so a flag of another shape's layout is just an old generation.
@@ -39,6 +39,7 @@ MOK_HD ArenaLayout arena_layout(const Shape& s, const Tiles& t) {
     at = align_up(at + bytes, kAlign);
     return here;
   };
+  a.verdict = take(sizeof(Verdict));
   a.tokens_in = take(s.tokens * s.hidden * s.elem_bytes);
   a.grads_in = take(s.tokens * s.hidden * s.elem_bytes);
   a.rows_out = take(rows * s.hidden * s.elem_bytes);
@@ -46,7 +47,6 @@ MOK_HD ArenaLayout arena_layout(const Shape& s, const Tiles& t) {
   a.weight_grads = take(rows * 4);
   a.slots = take(s.slots() * 4);
   a.counts = take(int64_t{s.experts} * 4);
-  a.verdict = take(sizeof(Verdict));
   a.bytes = at;
   a.flag_bytes = int64_t{s.ranks} * max_blocks(s, t) * 8;
   return a;

@@ -6,67 +6,154 @@
 
 namespace mok {
 
-// One task of the forward stream on a pair of row blocks: a 256 x 128 tile of h or a 256 x 256 tile of y.
-struct PairTask {
-  int32_t kind;    // 0 = gate_up, 1 = down
-  int32_t expert;  // local
-  int32_t pair;    // number of the row-block pair
-  int32_t tile;    // column tile
-};
+// A seat is a GPU of the job; its arena is mapped at a fixed place into every other seat's address space. Which seat
+// plays which EP rank is found out on the device, call by call: the rank is an operand.
+constexpr int32_t kMaxSeats = 128;
 
-// Tables that the routing kernel writes and the main kernel reads; all in this rank's device memory.
-struct RouteTables {
-  int32_t* row_source;   // [rows] token at its home (in .x) of each routed row, -1 = padding
-  int32_t* row_pair;     // [rows] pair of row blocks that the row stands in
-  int32_t* slot_row;     // [T * K] routed row of each slot at its owner, -1 = no expert
-  int32_t* pair_expert;  // [pairs]
-  int32_t* pair_row;     // [pairs] first row
-  int32_t* pair_rows;    // [pairs] rows, padding to 128 counted: 128 or 256
-  PairTask* tasks;
-  int32_t* totals;       // [0] tasks, [1] rows, padding counted
-  uint32_t* counters;    // see Counter
+// Offsets in a seat's address range. Flag words are indexed by the seat that writes them and live with the seat that
+// reads them; rows follow ArenaLayout.
+struct SeatMemory {
+  static constexpr int64_t flags = 0;
+  static constexpr int64_t copy_words = 32 << 10;       // tickets taken, pieces done of the copy of x; zero between calls
+  static constexpr int64_t row_flags = 64 << 10;        // [seats, row blocks] generations
+  static constexpr int64_t rows = int64_t{4} << 30;
+  static constexpr int64_t address_range = int64_t{1} << 40;
 };
+struct SeatFlag {
+  // arrived: generation and place in the group, see pack_place. The others are generations, or pack_abort's word.
+  static constexpr int32_t arrived = 0, published = 1, finished = 2, aborted = 3, kinds = 4;
+  MOK_HD static int64_t offset(int32_t kind, int32_t writer) { return (int64_t{kind} * kMaxSeats + writer) * 8; }
+};
+static_assert(SeatFlag::kinds * kMaxSeats * 8 <= SeatMemory::copy_words, "flag words fit in front");
 
-// Words of RouteTables::counters. Zeroed by the routing kernel.
-struct Counter {
-  static constexpr int32_t ticket = 0, pull_ticket = 1, combine_ticket = 2, failed = 3, arrays = 4;
-  // then [pairs] rows pulled, [pairs] warps done with a gate_up tile, [pairs] warps done with a down tile
-  MOK_HD static int64_t pulled(int64_t pair) { return arrays + pair; }
-  MOK_HD static int64_t hidden(int64_t pair, int64_t max_pairs) { return arrays + max_pairs + pair; }
-  MOK_HD static int64_t out(int64_t pair, int64_t max_pairs) { return arrays + 2 * max_pairs + pair; }
-};
+// Who makes the call: group number * ranks + rank, the same numbering on every seat.
+MOK_HD uint64_t pack_place(uint64_t generation, int64_t place) { return (generation << 24) | uint64_t(place & 0xffffff); }
+MOK_HD uint64_t place_generation(uint64_t word) { return word >> 24; }
+MOK_HD int64_t place_of(uint64_t word) { return int64_t(word & 0xffffff); }
 
 // Why a call failed, in host memory that the device writes: the code last.
 struct HostStatus {
   uint64_t code;
+  int64_t rank;
   int64_t value;
   int64_t extra;
 };
 
-struct ForwardParams {
-  TensorMap rows, gate, up, hidden, down, hidden_out, y_out;
-  RouteTables routes;
-  const uint16_t* x;             // [T, H] bf16
-  const float* router_weights;   // [T, K]
-  uint16_t* rows_in;             // [rows, H] routed rows of x
-  const uint16_t* rows_y;        // [rows, H] results per row
-  uint16_t* y;                   // [T, H]
-  int64_t tokens;
-  int64_t max_pairs;
-  uint64_t deadline_ns;          // a wait longer than this fails the call
+// What every part of a call knows of it. Seats are absent for a group of one.
+struct CallState {
+  uint64_t generation;
+  uint64_t deadline_ns;      // a wait longer than this fails the call
+  uint32_t* failed;          // 1 = the call has failed
   HostStatus* host_status;
+  const int32_t* coords;     // [2] rank, group
+  int32_t ranks;
+  int32_t seat;              // of this GPU
+  int32_t seats;
+  uint8_t* seat_memory[kMaxSeats];
+};
+
+// One task of the forward stream: a 128-row x (128 gate + 128 up | 256 down) column tile for each CTA of a cluster.
+struct PairTask {
+  int32_t kind;    // bit 0: 0 = gate_up, 1 = down; bit 1: of the shared expert
+  int32_t expert;  // local
+  int32_t pair;    // number of the row-block pair; those of the shared expert follow the routed ones
+  int32_t tile;    // column tile; in a split pair, tile 2 * tile + CTA
+  MOK_HD bool down() const { return kind & 1; }
+  MOK_HD bool shared() const { return kind & 2; }
+};
+
+// Rows of one expert that come from one rank: which, and where they stand in that rank's sorted slot list.
+struct Source {
+  int32_t end;    // one past the last, in the expert's segment
+  int32_t shift;  // row in the segment + shift = place in the list
+};
+
+// Tables that the routing kernel writes and the main kernel reads; all in this rank's device memory. Rows are those of
+// this rank's routed buffer, E = experts of the group, L = local ones, P = ranks.
+struct RouteTables {
+  uint64_t* peers;        // [P] arena of each rank
+  int32_t* peer_seats;    // [P]
+  int32_t* sorted;        // [T * K] own slots by expert; in the arena, if there is one
+  int32_t* slot_place;    // [T * K] place of each slot in `sorted`, -1 = no expert
+  uint64_t* slot_result;  // [T * K] address of the slot's result, once it is there; 0 = no expert
+  int32_t* list_start;    // [E + 1] where each expert starts in `sorted`
+  int32_t* row_shift;     // [E] place in `sorted` + shift = row at the owner
+  int32_t* segment_start; // [E] first row of the expert at its owner
+  int32_t* back_chunk;    // [E + 1] first chunk of results to fetch; expert order of back_expert()
+  Source* sources;        // [L, P]
+  int32_t* block_pair;    // [row blocks]
+  int32_t* pair_expert;   // [pairs]
+  int32_t* pair_row;      // [pairs] first row
+  int32_t* pair_split;    // [pairs] 1 = one row block, both CTAs work on it
+  PairTask* tasks;
+  int32_t* totals;        // see Total
+  uint32_t* counters;     // see Counter
+};
+struct Total {
+  static constexpr int32_t tasks = 0, rows = 1, back_chunks = 2, rank = 3, count = 4;
+};
+
+// Rows that a mover warp takes at a time.
+constexpr int32_t kChunkRows = 8;
+
+// Results are fetched in the order in which owners finish them: by number of the expert at its owner, own rank first
+// (whose rows need no fetching), then the next ranks around.
+MOK_HD int32_t back_expert(int32_t i, int32_t rank, int32_t ranks, int32_t local_experts) {
+  const int32_t owner = rank + i % ranks;
+  return (owner < ranks ? owner : owner - ranks) * local_experts + i / ranks;
+}
+MOK_HD int32_t back_index(int32_t expert, int32_t rank, int32_t ranks, int32_t local_experts) {
+  const int32_t ahead = expert / local_experts - rank;
+  return expert % local_experts * ranks + (ahead < 0 ? ahead + ranks : ahead);
+}
+
+// Words of RouteTables::counters. Zeroed by the routing kernel.
+struct Counter {
+  static constexpr int32_t failed = 0, ticket = 1, pull_ticket = 2, back_ticket = 3, combine_ticket = 4, read = 5,
+                           combined = 6, arrays = 8;
+  // then [pairs] rows pulled, [pairs] warps done with a gate_up tile, [pairs] warps done with a down tile, [chunks]
+  // results fetched
+  int64_t pairs;
+  MOK_HD int64_t pulled(int64_t pair) const { return arrays + pair; }
+  MOK_HD int64_t hidden(int64_t pair) const { return arrays + pairs + pair; }
+  MOK_HD int64_t out(int64_t pair) const { return arrays + 2 * pairs + pair; }
+  MOK_HD int64_t back(int64_t chunk) const { return arrays + 3 * pairs + chunk; }
+  MOK_HD static int64_t words(int64_t pairs, const Shape& s) {
+    return arrays + 3 * pairs + (s.ranks > 1 ? ceil_div(s.slots(), kChunkRows) + s.experts : 0);
+  }
 };
 
 struct RouteParams {
+  CallState call;
   RouteTables routes;
+  Shape shape;
+  ArenaLayout layout;
   const int32_t* ids;            // [T, K]
+  const uint16_t* x;             // [T, H]
   int32_t* tokens_per_expert;    // [E]
   int32_t* rows_per_rank;        // [P]
   int32_t* status;
-  int64_t tokens;
-  int64_t max_rows;              // padding not counted
   int64_t max_pairs;
-  HostStatus* host_status;
+};
+
+struct ForwardParams {
+  TensorMap rows, gate, up, hidden, hidden_out, down, y_out;
+  TensorMap shared_rows, shared_gate, shared_up, shared_hidden, shared_hidden_out, shared_down, shared_y_out;
+  CallState call;
+  RouteTables routes;
+  ArenaLayout layout;
+  const int32_t* ids;            // [T, K]
+  const uint16_t* x;             // [T, H] bf16
+  const float* router_weights;   // [T, K]
+  uint16_t* rows_in;             // [rows, H] routed rows of x
+  const uint16_t* rows_y;        // [rows, H] results per row; in the arena, if there is one
+  uint16_t* rows_back;           // [T * K, H] own results from other ranks, by place in `sorted`
+  const uint16_t* shared_y;      // [T, H]
+  uint16_t* y;                   // [T, H]
+  int64_t tokens;
+  int32_t local_experts;
+  int64_t max_pairs;             // the shared expert's counted
+  int64_t max_blocks;            // row flags of a seat
 };
 
 }  // namespace mok

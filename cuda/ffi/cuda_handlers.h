@@ -6,22 +6,18 @@
 
 #include "../core/types.h"
 #include "cpu_handlers.h"
+#include "cuda_launch.h"
 
 namespace mok::ffi {
 
-// Kernels of one shape, loaded on every device of the process, and a word in host memory for how calls end.
-struct CudaKernels {
-  void* route;
-  void* forward;
-  void* host_status;
-};
+// Compiles and loads kernels; called when XLA instantiates a call, never while it runs. Throws std::exception.
+using CudaLoader = std::function<CudaKernels(int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter)>;
 
-// Compiles and loads; called when XLA instantiates a call, never while it runs. Throws std::exception.
-using CudaLoader = std::function<CudaKernels(int64_t hidden, int64_t inter, int64_t top_k, int64_t experts)>;
-void set_cuda_loader(CudaLoader loader);
+// The loader, and the CUDA ordinals of the process's devices. Before any call.
+void set_cuda_loader(CudaLoader loader, std::function<std::vector<int>()> devices);
 
-// Device memory that a forward call works in: a result of the call that nobody reads.
-int64_t cuda_workspace_bytes(const Shape& shape);
+// Bytes of device memory that the arenas of all GPUs of the process take.
+int64_t cuda_held_bytes();
 
 std::vector<Handler> cuda_handlers();
 

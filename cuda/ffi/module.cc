@@ -1,6 +1,8 @@
 // The Python module jax_mok._native.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
@@ -15,9 +17,10 @@ namespace nb = nanobind;
 
 namespace {
 
-mok::Shape shape_of(int32_t ranks, int32_t experts, int32_t top_k, int32_t elem_bytes, int64_t tokens, int64_t hidden,
-                    int64_t inter, int64_t shared_inter, int64_t max_rows) {
-  return {ranks, experts, top_k, elem_bytes, tokens, hidden, inter, shared_inter, max_rows};
+// ranks, experts, top_k, elem_bytes, tokens, hidden, inter, shared_inter, max_rows
+mok::Shape shape_from(const std::vector<int64_t>& s) {
+  auto small = [&](size_t i) { return int32_t(s.at(i)); };
+  return {small(0), small(1), small(2), small(3), s.at(4), s.at(5), s.at(6), s.at(7), s.at(8)};
 }
 
 nb::dict capsules(const std::vector<mok::ffi::Handler>& handlers) {
@@ -31,19 +34,52 @@ nb::dict capsules(const std::vector<mok::ffi::Handler>& handlers) {
   return all;
 }
 
-// XLA calls the loader from a thread of its own while it compiles.
-void set_cuda_loader(nb::callable load) {
-  auto* const kept = new nb::callable(std::move(load));  // for the life of the process
-  mok::ffi::set_cuda_loader([kept](int64_t hidden, int64_t inter, int64_t top_k, int64_t experts) {
-    nb::gil_scoped_acquire gil;
-    try {
-      const auto found = nb::cast<nb::tuple>((*kept)(hidden, inter, top_k, experts));
-      auto pointer = [&](int i) { return reinterpret_cast<void*>(nb::cast<uintptr_t>(found[i])); };
-      return mok::ffi::CudaKernels{pointer(0), pointer(1), pointer(2)};
-    } catch (const std::exception& e) {
-      throw std::runtime_error(e.what());  // its text needs the lock that we hold here
-    }
-  });
+// XLA calls these from a thread of its own while it compiles. They are kept for the life of the process.
+template <class Body>
+auto with_python(Body body) {
+  nb::gil_scoped_acquire gil;
+  try {
+    return body();
+  } catch (const std::exception& e) {
+    throw std::runtime_error(e.what());  // its text needs the lock that we hold here
+  }
+}
+
+void set_cuda_loader(nb::callable load, nb::callable devices) {
+  auto* const loader = new nb::callable(std::move(load));
+  auto* const lister = new nb::callable(std::move(devices));
+  mok::ffi::set_cuda_loader(
+      [loader](int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter) {
+        return with_python([&] {
+          const auto found = nb::cast<nb::tuple>((*loader)(hidden, inter, top_k, shared_inter));
+          auto pointer = [&](int i) { return reinterpret_cast<void*>(nb::cast<uintptr_t>(found[i])); };
+          return mok::ffi::CudaKernels{pointer(0), pointer(1)};
+        });
+      },
+      [lister] {
+        return with_python([&] { return nb::cast<std::vector<int>>((*lister)()); });
+      });
+}
+
+// A rank's forward call without XLA, on any stream: several ranks can share one GPU. For tests.
+int launch_forward(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t generation, std::pair<uintptr_t, uintptr_t> kernels,
+                   const std::vector<int64_t>& s, double timeout_s, const std::vector<uintptr_t>& b, uintptr_t stream,
+                   int multiprocessors) {
+  auto at = [&](size_t i) { return reinterpret_cast<void*>(b.at(i)); };
+  auto ints = [&](size_t i) { return static_cast<int32_t*>(at(i)); };
+  const mok::ffi::CudaForward call{
+      shape_from(s), timeout_s, ints(0), at(1), ints(2), static_cast<float*>(at(3)), at(4), at(5), at(6), at(7), at(8), at(9),
+      at(10), ints(11), ints(12), ints(13), at(14)};
+  return mok::ffi::launch_forward(*mok::ffi::CudaDriver::get(),
+                                  {reinterpret_cast<void*>(kernels.first), reinterpret_cast<void*>(kernels.second)},
+                                  seats, seat, generation, call, reinterpret_cast<void*>(stream), multiprocessors);
+}
+
+// (code, rank, value, extra) of the last failed call of a seat, which is then forgotten.
+std::vector<int64_t> take_failure(const mok::ffi::CudaSeats& seats, int32_t seat) {
+  mok::HostStatus* const status = seats.host_status(seat);
+  const auto code = int64_t(__atomic_exchange_n(&status->code, 0, __ATOMIC_ACQUIRE));
+  return {code, status->rank, status->value, status->extra};
 }
 
 }  // namespace
@@ -55,18 +91,37 @@ NB_MODULE(_native, m) {
         "Foreign call name -> capsules by stage, for jax.ffi.register_ffi_target.");
   m.def("cuda_handlers", [] { return capsules(mok::ffi::cuda_handlers()); }, "The same for CUDA.");
   m.def("set_cuda_loader", &set_cuda_loader,
-        "Takes a function (hidden, inter, top_k, experts) -> addresses of (route kernel, forward kernel, host status).");
+        "Takes a function (hidden, inter, top_k, shared_inter) -> addresses of (route kernel, forward kernel), and one "
+        "that lists the CUDA ordinals of the process's devices.");
 
-  m.def("padded_rows", [](int32_t p, int32_t e, int32_t k, int32_t b, int64_t t, int64_t h, int64_t i, int64_t s, int64_t r) {
-    return mok::padded_rows(shape_of(p, e, k, b, t, h, i, s, r), mok::cpu::kTiles);
+  m.def("padded_rows", [](const std::vector<int64_t>& shape) {
+    return mok::padded_rows(shape_from(shape), mok::cpu::kTiles);
   }, "Rows of a rank's routed buffer, padding counted.");
-  m.def("arena_bytes", [](int32_t p, int32_t e, int32_t k, int32_t b, int64_t t, int64_t h, int64_t i, int64_t s, int64_t r) {
-    const auto layout = mok::arena_layout(shape_of(p, e, k, b, t, h, i, s, r), mok::cpu::kTiles);
+  m.def("arena_bytes", [](const std::vector<int64_t>& shape) {
+    const auto layout = mok::arena_layout(shape_from(shape), mok::cpu::kTiles);
     return layout.bytes + layout.flag_bytes;
-  }, "Bytes of a rank's symmetric arena.");
-  m.def("cuda_workspace_bytes", [](int32_t p, int32_t e, int32_t k, int32_t b, int64_t t, int64_t h, int64_t i, int64_t s, int64_t r) {
-    return mok::ffi::cuda_workspace_bytes(shape_of(p, e, k, b, t, h, i, s, r));
+  }, "Bytes of a rank's symmetric arena on a CPU.");
+  m.def("cuda_arena_bytes", [](const std::vector<int64_t>& shape) {
+    return mok::ffi::cuda_arena_layout(shape_from(shape)).bytes;
+  }, "Bytes of a rank's symmetric arena on a GPU, flags not counted.");
+  m.def("cuda_held_bytes", &mok::ffi::cuda_held_bytes, "Bytes of device memory that the arenas of the process take.");
+  m.def("cuda_workspace_bytes", [](const std::vector<int64_t>& shape) {
+    return mok::ffi::cuda_workspace_bytes(shape_from(shape));
   }, "Bytes of device memory that a forward call on a GPU works in.");
+  nb::class_<mok::ffi::CudaSeats>(m, "CudaSeats", "GPUs as seats of EP groups, with arenas of their own. For tests.")
+      .def("__init__", [](mok::ffi::CudaSeats* self, const std::vector<int>& devices) {
+        if (mok::ffi::CudaDriver::get() == nullptr) throw std::runtime_error("libcuda.so.1 cannot be loaded");
+        new (self) mok::ffi::CudaSeats(*mok::ffi::CudaDriver::get(), devices);
+      })
+      .def("reserve", [](mok::ffi::CudaSeats& seats, const std::vector<int64_t>& s) {
+        const mok::Shape shape = shape_from(s);
+        seats.reserve(mok::ffi::cuda_arena_layout(shape), mok::max_blocks(shape, mok::ffi::kCudaTiles));
+      })
+      .def("bytes", &mok::ffi::CudaSeats::bytes)
+      .def("memory", [](const mok::ffi::CudaSeats& seats, int32_t seat) { return reinterpret_cast<uintptr_t>(seats.memory(seat)); })
+      .def("take_failure", &take_failure)
+      .def("launch_forward", &launch_forward);
+
   m.def("isa", [] { return std::string(mok::cpu::tile_ops(4).isa); }, "Instruction set of the tile kernels in use.");
   m.def("held_bytes", &mok::cpu::held_bytes, "Bytes that the arenas and scratch memory of the process take.");
   m.def("release", &mok::cpu::release_all, "Frees the arenas and scratch memory of all groups without a call in flight.");

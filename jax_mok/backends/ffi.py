@@ -49,16 +49,18 @@ def refusal(call: Call, backend: str, platform: str) -> str | None:
 
 
 def _cuda_refusal(call: Call) -> str | None:
-    if call.ranks > 1:
-        return "the CUDA kernels do not exchange rows between GPUs yet (P = 1 only)"
+    if call.ranks > 1 and jax.process_count() > 1:
+        return "EP groups of GPUs that span processes are not supported yet"
+    if call.tokens == 0:
+        return "the CUDA kernels need at least one token"
     if call.dtype != "bfloat16":
         return f"the CUDA kernels compute in bfloat16, not {call.dtype}"
-    if call.shared_inter:
-        return "the CUDA kernels have no shared expert yet"
-    if call.hidden % 8 or call.inter % 8:
-        return f"H = {call.hidden} and I = {call.inter} must be multiples of 8 for the CUDA kernels"
+    if call.hidden % 8 or call.inter % 8 or call.shared_inter % 8:
+        return (
+            f"H = {call.hidden}, I = {call.inter} and I_s = {call.shared_inter} must be multiples of 8 for the CUDA kernels"
+        )
     if call.experts > _MAX_CUDA_EXPERTS:
-        return f"{call.experts} experts on one GPU are more than the CUDA kernels take ({_MAX_CUDA_EXPERTS})"
+        return f"{call.experts} experts are more than the CUDA kernels take ({_MAX_CUDA_EXPERTS})"
     return cuda.refusal()
 
 
@@ -80,6 +82,8 @@ def _attributes(call: Call) -> dict[str, Any]:
     return {
         "hidden": np.int64(call.hidden),
         "inter": np.int64(call.inter),
+        "shared_inter": np.int64(call.shared_inter),
+        "tokens": np.int64(call.tokens),
         "top_k": np.int64(call.top_k),
         "ranks": np.int64(call.ranks),
         "experts": np.int64(call.experts),

@@ -172,8 +172,8 @@ def bench(
 def compile_kernels(
     hidden: Annotated[int, typer.Option(min=8, help="H, a multiple of 8.")],
     inter: Annotated[int, typer.Option(min=8, help="I, a multiple of 8.")],
-    experts: Annotated[int, typer.Option(min=1, help="Experts on one GPU, E / P.")],
     top_k: Annotated[int, typer.Option(min=1, help="K")] = 8,
+    shared_inter: Annotated[int, typer.Option(min=0, help="I_s, width of the shared expert; 0 = none.")] = 0,
     arch: Annotated[list[str] | None, typer.Option(help="May be repeated. Default: all that have kernels.")] = None,
 ) -> None:
     """Compiles the CUDA kernels for these shapes into the cache, on a machine with or without a GPU."""
@@ -185,7 +185,7 @@ def compile_kernels(
         raise typer.BadParameter(f"no kernels for {', '.join(unknown)}; there are kernels for {', '.join(jit.ARCHS)}.")
     for kernel in jit.KERNELS:
         for name in archs:
-            code = jit.cubin(kernel, name, cuda.macros(hidden, inter, top_k, experts))
+            code = jit.cubin(kernel, name, cuda.macros(hidden, inter, top_k, shared_inter))
             typer.echo(f"{kernel} {name}: {len(code):,} bytes, in {jit.cache_dir()}")
 
 

@@ -22,7 +22,7 @@ else:
     for _platform, _handlers in (("cpu", _native.cpu_handlers()), ("CUDA", _native.cuda_handlers())):
         for _name, _stages in _handlers.items():
             jax.ffi.register_ffi_target(_name, _stages, platform=_platform)
-    _native.set_cuda_loader(cuda.load)
+    _native.set_cuda_loader(cuda.load, cuda.devices)
 
 
 def load_error() -> str | None:
@@ -37,7 +37,8 @@ def native() -> Any:
     return _native
 
 
-def _shape(call: Call) -> tuple[int, ...]:
+def shape_of(call: Call) -> tuple[int, ...]:
+    """The fields of ``Shape`` in cuda/core/types.h, as the native module takes them."""
     elem_bytes = {"bfloat16": 2, "float32": 4}[call.dtype]
     return (
         call.ranks,
@@ -54,17 +55,19 @@ def _shape(call: Call) -> tuple[int, ...]:
 
 def padded_rows(call: Call) -> int:
     """Rows of a rank's routed buffer: its capacity plus the padding of expert segments."""
-    return native().padded_rows(*_shape(call))
+    return native().padded_rows(shape_of(call))
 
 
 def workspace_bytes(call: Call, backend: str) -> int:
     """Bytes of device memory that a forward call works in, beside its results."""
-    return native().cuda_workspace_bytes(*_shape(call)) if backend == "cuda" else 0
+    return native().cuda_workspace_bytes(shape_of(call)) if backend == "cuda" else 0
 
 
-def arena_bytes(call: Call) -> int:
+def arena_bytes(call: Call, backend: str) -> int:
     """Bytes of a rank's symmetric arena for this call."""
-    return native().arena_bytes(*_shape(call))
+    if backend == "cuda":
+        return native().cuda_arena_bytes(shape_of(call)) if call.ranks > 1 else 0
+    return native().arena_bytes(shape_of(call))
 
 
 def release() -> None:
@@ -76,3 +79,8 @@ def release() -> None:
 def held_bytes() -> int:
     """Bytes of host memory that the arenas and scratch buffers of this process take (outside XLA's allocator)."""
     return 0 if _native is None else _native.held_bytes()
+
+
+def device_held_bytes() -> int:
+    """Bytes of GPU memory that the arenas of this process take, over all of its GPUs (outside XLA's allocator)."""
+    return 0 if _native is None else _native.cuda_held_bytes()

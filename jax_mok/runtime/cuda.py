@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 
 from jax_mok.runtime import jit
 
-_FORWARD_SHARED_BYTES = 232448  # all that a block may have on Hopper
+_DYNAMIC_SHARED_BYTES = 231424  # all that a block may have on Hopper, less what kernels declare
 _ARCH_OF = {"9.0": "sm_90a"}
 
 
@@ -25,9 +24,14 @@ def refusal() -> str | None:
     return None
 
 
-def macros(hidden: int, inter: int, top_k: int, experts: int) -> dict[str, int]:
-    """The compile-time shape of the kernels; ``experts`` are those of one rank."""
-    return {"MOK_HIDDEN": hidden, "MOK_INTER": inter, "MOK_TOP_K": top_k, "MOK_EXPERTS": experts}
+def macros(hidden: int, inter: int, top_k: int, shared_inter: int) -> dict[str, int]:
+    """The compile-time shape of the kernels; ``shared_inter`` = 0: no shared expert."""
+    return {"MOK_HIDDEN": hidden, "MOK_INTER": inter, "MOK_TOP_K": top_k, "MOK_SHARED_INTER": shared_inter}
+
+
+def devices() -> list[int]:
+    """CUDA ordinals of this process's GPUs."""
+    return [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
 
 
 def _check(result: tuple[Any, ...]) -> Any:
@@ -38,31 +42,27 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 
 @functools.cache
-def load(hidden: int, inter: int, top_k: int, experts: int) -> tuple[int, int, int]:
+def load(hidden: int, inter: int, top_k: int, shared_inter: int) -> tuple[int, int]:
     """Compiles the kernels (or takes them from the cache) and loads them on every local GPU.
 
-    Returns the addresses of the route kernel, the forward kernel, and of the host memory that a failing call writes.
+    Returns the addresses of the route kernel and of the forward kernel.
     """
     from cuda.bindings import driver  # pyright: ignore
 
     _check(driver.cuInit(0))
-    devices = jax.local_devices(backend="gpu")
-    arch = _ARCH_OF[devices[0].compute_capability]
-    shape = macros(hidden, inter, top_k, experts)
+    arch = _ARCH_OF[jax.local_devices(backend="gpu")[0].compute_capability]
+    shape = macros(hidden, inter, top_k, shared_inter)
     kernels = []
     for name in jit.KERNELS:
         library = _check(driver.cuLibraryLoadData(jit.cubin(name, arch, shape), [], [], 0, [], [], 0))
         kernels.append(_check(driver.cuLibraryGetKernel(library, name.encode())))
     shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    for device in devices:
-        handle = _check(driver.cuDeviceGet(device.local_hardware_id))
+    for ordinal in devices():
+        handle = _check(driver.cuDeviceGet(ordinal))
         context = _check(driver.cuDevicePrimaryCtxRetain(handle))
         _check(driver.cuCtxPushCurrent(context))
         for kernel in kernels:
-            _check(driver.cuKernelSetAttribute(shared, _FORWARD_SHARED_BYTES, kernel, handle))
+            _check(driver.cuKernelSetAttribute(shared, _DYNAMIC_SHARED_BYTES, kernel, handle))
             _check(driver.cuKernelGetFunction(kernel))  # loads it now, not at the first launch
         _check(driver.cuCtxPopCurrent())
-    portable = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
-    status = _check(driver.cuMemHostAlloc(24, portable))
-    ctypes.memset(int(status), 0, 24)
-    return int(kernels[0]), int(kernels[1]), int(status)
+    return int(kernels[0]), int(kernels[1])

@@ -12,6 +12,13 @@ __device__ inline void tma_load_2d(uint32_t dst, const TensorMap* map, uint32_t 
       "l"(map), "r"(x), "r"(y), "r"(bar)
       : "memory");
 }
+__device__ inline void tma_load_3d(uint32_t dst, const TensorMap* map, uint32_t bar, int32_t x, int32_t y, int32_t z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(dst),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(bar)
+      : "memory");
+}
 // Into the same place of every CTA of the mask; each CTA's own barrier counts the bytes.
 __device__ inline void tma_load_3d_multicast(uint32_t dst, const TensorMap* map, uint32_t bar, int32_t x, int32_t y,
                                              int32_t z, uint16_t ctas) {

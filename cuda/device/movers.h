@@ -1,0 +1,237 @@
+// What the spare warps of a kernel do: bring routed rows in, fetch results from their owners, and sum each token's.
+//
+//   pull      rows of x from their homes -> routed buffer, in the order of the task stream
+//   fetch     own results from other ranks -> local buffer, in the order in which owners finish them
+//   combine   y_t = shared expert + sum over k, ascending, of w_tk y_tk
+//
+// Rows move by pull only, through registers. All pulls come before the first wait for a peer's results, so two ranks
+// cannot wait for each other.
+#pragma once
+
+#include "../core/pairs.h"
+#include "wait.h"
+
+// Compile-time shape: MOK_HIDDEN, MOK_TOP_K, MOK_SHARED_INTER.
+namespace mok {
+
+using namespace mok::ptx;
+
+constexpr int kVectors = MOK_HIDDEN / 8;  // 16-byte vectors of a row
+
+// Signals of the down tasks of a pair of row blocks.
+struct DownSignals {
+  uint32_t full, split;
+};
+
+struct Movers {
+  const ForwardParams& p;
+  int lane;
+
+  __device__ int32_t ranks() const { return p.call.ranks; }
+  __device__ uint32_t* counter(int64_t word) const { return p.routes.counters + word; }
+  __device__ Counter words() const { return {p.max_pairs}; }
+  __device__ uint8_t* rows_of(int32_t rank) const {
+    return reinterpret_cast<uint8_t*>(p.routes.peers[rank]) + SeatMemory::rows;
+  }
+
+  __device__ uint32_t take(int32_t word) const {
+    uint32_t ticket = 0;
+    if (lane == 0) ticket = atomicAdd(counter(word), 1u);
+    return __shfl_sync(~0u, ticket, 0);
+  }
+
+  // A row; from nowhere: zeros.
+  __device__ void copy_row(const uint16_t* from, uint16_t* to) const {
+    const uint4* src = reinterpret_cast<const uint4*>(from);
+    uint4* dst = reinterpret_cast<uint4*>(to);
+    for (int v0 = lane; v0 < kVectors; v0 += 32 * 8) {
+      uint4 v[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        v[i] = src != nullptr && v0 + 32 * i < kVectors ? load_system(src + v0 + 32 * i) : uint4{0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (v0 + 32 * i < kVectors) dst[v0 + 32 * i] = v[i];
+    }
+  }
+  // Row i of the chunk from lane i's address.
+  __device__ void copy_rows(const uint16_t* mine, uint16_t* to, int32_t rows) const {
+    for (int i = 0; i < rows; ++i) {
+      const uint64_t from = __shfl_sync(~0u, reinterpret_cast<uint64_t>(mine), i);
+      copy_row(reinterpret_cast<const uint16_t*>(from), to + int64_t{i} * MOK_HIDDEN);
+    }
+    __threadfence();
+    __syncwarp();
+  }
+  // The last read of a peer's memory in this call lets the peers leave it.
+  __device__ void count_read() const {
+    if (ranks() == 1 || lane != 0) return;
+    const uint32_t chunks = uint32_t(p.routes.totals[Total::rows] / kChunkRows + p.routes.totals[Total::back_chunks]);
+    if (add_acquire_release_gpu(counter(Counter::read), 1) + 1 == chunks) tell_all(p.call, SeatFlag::finished, p.call.generation);
+  }
+
+  // ---- pull ----
+
+  // Where a row of an expert's segment comes from; null for padding.
+  __device__ const uint16_t* home_of(int32_t expert, int32_t row) const {
+    const Source* sources = p.routes.sources + int64_t(expert) * ranks();
+    if (row >= sources[ranks() - 1].end) return nullptr;
+    int32_t r = 0;
+    for (int32_t hi = ranks() - 1; r < hi;) {  // the first source that ends behind the row
+      const int32_t mid = (r + hi) / 2;
+      if (sources[mid].end > row) hi = mid; else r = mid + 1;
+    }
+    const int32_t place = row + sources[r].shift;
+    if (ranks() == 1) return p.x + int64_t(p.routes.sorted[place] / MOK_TOP_K) * MOK_HIDDEN;
+    const uint8_t* memory = rows_of(r);
+    const int32_t slot = load_system(reinterpret_cast<const int32_t*>(memory + p.layout.slots) + place);
+    const int64_t token = uint32_t(slot) / MOK_TOP_K;
+    if (token >= p.tokens) return nullptr;  // the peer has given the call up and overwrites its list
+    const uint16_t* x = r == p.call.coords[0] ? p.x : reinterpret_cast<const uint16_t*>(memory + p.layout.tokens_in);
+    return x + token * MOK_HIDDEN;
+  }
+
+  __device__ void pull() const {
+    const int32_t rows = p.routes.totals[Total::rows], first_expert = p.call.coords[0] * p.local_experts;
+    for (;;) {
+      const int64_t first = int64_t(take(Counter::pull_ticket)) * kChunkRows;
+      if (first >= rows) return;
+      const int32_t pair = p.routes.block_pair[first / 128], expert = p.routes.pair_expert[pair];
+      const int32_t row = int32_t(first) - p.routes.segment_start[first_expert + expert];
+      const uint16_t* from = lane < kChunkRows ? home_of(expert, row + lane) : nullptr;
+      copy_rows(from, p.rows_in + first * MOK_HIDDEN, kChunkRows);
+      if (lane == 0) add_release_gpu(counter(words().pulled(pair)), kChunkRows);
+      count_read();
+    }
+  }
+
+  // ---- fetch ----
+
+  __device__ bool wait_for_pair(int32_t owner, int32_t expert, int32_t row_in_segment) const {
+    const int64_t block = (p.routes.segment_start[expert] + row_in_segment / 256 * 256) / 128;
+    const auto* flags = reinterpret_cast<const uint64_t*>(p.call.seat_memory[p.call.seat] + SeatMemory::row_flags);
+    const uint64_t* flag = flags + p.routes.peer_seats[owner] * p.max_blocks + block;
+    return wait_until(p.call, Wait::rows, owner, [&] { return load_acquire_sys(flag) >= p.call.generation; });
+  }
+
+  __device__ void fetch() const {
+    const int32_t chunks = p.routes.totals[Total::back_chunks], experts = p.local_experts * ranks(), me = p.call.coords[0];
+    for (;;) {
+      const int32_t chunk = int32_t(take(Counter::back_ticket));
+      if (chunk >= chunks) return;
+      const int32_t i = holder(p.routes.back_chunk, experts, chunk), e = back_expert(i, me, ranks(), p.local_experts);
+      const int32_t owner = e / p.local_experts, list = p.routes.list_start[e];
+      const int32_t at = (chunk - p.routes.back_chunk[i]) * kChunkRows;
+      const int32_t n = int32_t(min_of(kChunkRows, p.routes.list_start[e + 1] - list - at));
+      const int32_t row = list + at + p.routes.row_shift[e], in_segment = row - p.routes.segment_start[e];
+      bool ready = wait_for_pair(owner, e, in_segment);
+      if (ready && (in_segment + n - 1) / 256 != in_segment / 256) ready = wait_for_pair(owner, e, in_segment + n - 1);
+      if (!__all_sync(~0u, ready)) return;
+      const auto* from = reinterpret_cast<const uint16_t*>(rows_of(owner) + p.layout.rows_out);
+      copy_rows(from + int64_t(row + lane) * MOK_HIDDEN, p.rows_back + int64_t(list + at) * MOK_HIDDEN, n);
+      if (lane == 0) add_release_gpu(counter(words().back(chunk)), 1);
+      count_read();
+    }
+  }
+
+  // ---- combine ----
+
+  // Address of a slot's result, once it is there; 0: no expert. *ok = false: the call has failed.
+  __device__ uint64_t result_of(int64_t slot, const DownSignals& signals, bool* ok) const {
+    const int32_t place = p.routes.slot_place[slot];
+    if (place < 0) return 0;
+    const int32_t e = p.ids[slot], me = p.call.coords[0];
+    const uint16_t* rows = p.rows_y;
+    int64_t row = place;
+    if (e / p.local_experts == me) {
+      row += p.routes.row_shift[e];
+      const int32_t pair = p.routes.block_pair[row / 128];
+      *ok = wait_counter(p.call, counter(words().out(pair)), p.routes.pair_split[pair] ? signals.split : signals.full);
+    } else {
+      rows = p.rows_back;
+      const int32_t chunk = p.routes.back_chunk[back_index(e, me, ranks(), p.local_experts)] +
+                            (place - p.routes.list_start[e]) / kChunkRows;
+      *ok = wait_counter(p.call, counter(words().back(chunk)), 1);
+    }
+    return reinterpret_cast<uint64_t>(rows + row * MOK_HIDDEN);
+  }
+
+  __device__ static float from_bf16(uint32_t half) { return __uint_as_float(half << 16); }
+  __device__ static uint32_t pack_bf16(float lo, float hi) {
+    uint32_t r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+    return r;
+  }
+
+  __device__ static void add(float (&sum)[8], float w, const uint4& q) {
+    const uint32_t words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum[2 * i] += w * from_bf16(words[i] & 0xffff);
+      sum[2 * i + 1] += w * from_bf16(words[i] >> 16);
+    }
+  }
+
+  __device__ void sum_token(int64_t token) const {
+    const uint64_t* results = p.routes.slot_result + token * MOK_TOP_K;
+    const float* weights = p.router_weights + token * MOK_TOP_K;
+    uint4* out = reinterpret_cast<uint4*>(p.y + token * MOK_HIDDEN);
+    for (int v = lane; v < kVectors; v += 32) {
+      float sum[8] = {};
+      if (MOK_SHARED_INTER > 0) add(sum, 1.0f, *(reinterpret_cast<const uint4*>(p.shared_y + token * MOK_HIDDEN) + v));
+#pragma unroll 4
+      for (int k = 0; k < MOK_TOP_K; ++k)
+        if (results[k] != 0) add(sum, weights[k], *(reinterpret_cast<const uint4*>(results[k]) + v));
+      out[v] = uint4{pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
+                     pack_bf16(sum[6], sum[7])};
+    }
+  }
+  __device__ void fill_nan(int64_t token) const {
+    uint4* out = reinterpret_cast<uint4*>(p.y + token * MOK_HIDDEN);
+    for (int v = lane; v < kVectors; v += 32) out[v] = uint4{~0u, ~0u, ~0u, ~0u};
+  }
+
+  __device__ void combine(const DownSignals& signals) const {
+    for (;;) {
+      const int64_t token = take(Counter::combine_ticket);
+      if (token >= p.tokens) return;
+      bool ready = !has_failed(p.call);
+      if (MOK_SHARED_INTER > 0 && ready) {
+        const int64_t pair = p.max_pairs - (p.tokens + 255) / 256 + token / 256;
+        ready = wait_counter(p.call, counter(words().out(pair)), p.routes.pair_split[pair] ? signals.split : signals.full);
+      }
+      for (int k = lane; k < MOK_TOP_K && ready; k += 32) {
+        const int64_t slot = token * MOK_TOP_K + k;
+        p.routes.slot_result[slot] = result_of(slot, signals, &ready);
+      }
+      ready = __all_sync(~0u, ready);
+      if (ready) sum_token(token); else fill_nan(token);
+      if (ranks() > 1) {
+        __threadfence();
+        __syncwarp();
+        if (lane == 0) add_release_gpu(counter(Counter::combined), 1);
+      }
+    }
+  }
+
+  // ---- leave ----
+
+  // One warp: the call is over when every peer has read what it needs of this rank's rows. Ranks leave together, so they
+  // all succeed or all fail.
+  __device__ void leave() const {
+    auto* copy = reinterpret_cast<uint32_t*>(p.call.seat_memory[p.call.seat] + SeatMemory::copy_words);
+    if (lane < 2) copy[lane] = 0;  // the routing kernel is over; the next one finds them zero
+    bool ok = !has_failed(p.call);
+    if (ok && lane == 0 && p.routes.totals[Total::rows] + p.routes.totals[Total::back_chunks] == 0)
+      tell_all(p.call, SeatFlag::finished, p.call.generation);
+    for (int32_t r = lane; r < ranks() && ok; r += 32)
+      ok = wait_until(p.call, Wait::finish, r, [&] {
+        return heard(p.call, SeatFlag::finished, p.routes.peer_seats[r]) >= p.call.generation;
+      });
+    if (__all_sync(~0u, ok)) return;
+    while (load_acquire_gpu(counter(Counter::combined)) < p.tokens) __nanosleep(1000);
+    for (int64_t token = 0; token < p.tokens; ++token) fill_nan(token);
+  }
+};
+
+}  // namespace mok

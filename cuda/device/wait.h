@@ -1,0 +1,72 @@
+// Waits and failure inside a kernel: every wait has a deadline, and a call that fails in one place ends everywhere.
+#pragma once
+
+#include "params.h"
+#include "ptx/sync.h"
+
+namespace mok {
+
+__device__ inline uint64_t* flag_of(const CallState& c, int32_t reader, int32_t kind, int32_t writer) {
+  return reinterpret_cast<uint64_t*>(c.seat_memory[reader] + SeatMemory::flags + SeatFlag::offset(kind, writer));
+}
+__device__ inline uint64_t heard(const CallState& c, int32_t kind, int32_t writer) {
+  return ptx::load_acquire_sys(flag_of(c, c.seat, kind, writer));
+}
+// One word of this seat's on every seat.
+__device__ inline void tell_all(const CallState& c, int32_t kind, uint64_t word) {
+  for (int32_t s = 0; s < c.seats; ++s) ptx::store_release_sys(flag_of(c, s, kind, c.seat), word);
+}
+
+__device__ inline bool has_failed(const CallState& c) { return ptx::load_acquire_gpu(c.failed) != 0; }
+
+// The first failure of a call on this seat is the one that the host hears of.
+__device__ inline bool fail(const CallState& c, const Status& why) {
+  if (atomicExch(c.failed, 1u) != 0) return false;
+  ptx::store_system(&c.host_status->rank, why.rank);
+  ptx::store_system(&c.host_status->value, why.value);
+  ptx::store_system(&c.host_status->extra, why.extra);
+  ptx::store_release_sys(&c.host_status->code, uint64_t(why.code));
+  return true;
+}
+__device__ inline void give_up(const CallState& c, Wait what, int32_t culprit) {
+  const uint64_t word = pack_abort(c.generation, what, culprit);
+  if (fail(c, abort_status(word))) tell_all(c, SeatFlag::aborted, word);
+}
+
+// Has a rank of this group given up on this call, or on a later one?
+__device__ inline bool hear_abort(const CallState& c) {
+  for (int32_t s = 0; s < c.seats; ++s) {
+    const uint64_t word = heard(c, SeatFlag::aborted, s);
+    if (abort_generation(word) < c.generation) continue;
+    if (place_of(heard(c, SeatFlag::arrived, s)) / c.ranks != c.coords[1]) continue;
+    fail(c, abort_status(word));
+    return true;
+  }
+  return false;
+}
+
+// Polls until ready(). False: the call has failed, stop. `what` and `peer` say what is missing, should it never come.
+template <class Ready>
+__device__ inline bool wait_until(const CallState& c, Wait what, int32_t peer, Ready ready, int patience = 1) {
+  if (ready()) return true;
+  const uint64_t start = ptx::nanoseconds();
+  for (;;) {
+    for (int i = 0; i < 256; ++i) {
+      if (ready()) return true;
+      __nanosleep(20);
+    }
+    if (has_failed(c) || hear_abort(c)) return false;
+    if (ptx::nanoseconds() - start > patience * c.deadline_ns) {
+      give_up(c, what, peer);
+      return false;
+    }
+  }
+}
+
+// A counter of this rank's own work. In the end that is waiting for a peer, too: whoever waits for the peer itself knows
+// its name and has the first word.
+__device__ inline bool wait_counter(const CallState& c, const uint32_t* word, uint32_t target) {
+  return wait_until(c, Wait::rows, c.coords[0], [&] { return ptx::load_acquire_gpu(word) >= target; }, 2);
+}
+
+}  // namespace mok

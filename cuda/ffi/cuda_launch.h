@@ -1,0 +1,38 @@
+// One rank's forward call on a GPU: work space, tensor maps, launches. Nothing is allocated, loaded or waited for.
+#pragma once
+
+#include "cuda_driver.h"
+#include "cuda_seats.h"
+
+namespace mok::ffi {
+
+constexpr Tiles kCudaTiles = {/*block_m=*/128, /*inter_n=*/128, /*hidden_n=*/256, 0, 0, 0, /*lag=*/0};
+
+// Kernels of one shape, loaded on every device of the process.
+struct CudaKernels {
+  void* route;
+  void* forward;
+};
+
+// Device addresses, shapes as in MoE calls (core/types.h); outputs last.
+struct CudaForward {
+  Shape shape;
+  double timeout_s;
+  const int32_t* coords;         // [2] rank, group
+  const void* x;
+  const int32_t* ids;
+  const float* router_weights;
+  const void *gate, *up, *down, *shared_gate, *shared_up, *shared_down;
+  void* y;
+  int32_t *tokens_per_expert, *rows_per_rank, *status;
+  void* workspace;               // cuda_workspace_bytes()
+};
+
+int64_t cuda_workspace_bytes(const Shape& shape);
+ArenaLayout cuda_arena_layout(const Shape& shape);
+
+// `multiprocessors` may be fewer than the device has; at least 2. Returns 0 or the driver's error code.
+int launch_forward(const CudaDriver& driver, const CudaKernels& kernels, const CudaSeats& seats, int32_t seat,
+                   uint64_t generation, const CudaForward& call, void* stream, int multiprocessors);
+
+}  // namespace mok::ffi
