@@ -89,11 +89,11 @@ class Call:
 
     def launch(self, order=None):
         self.of.generation += 1
-        for r in order or range(self.of.ranks):
+        for r in range(self.of.ranks) if order is None else order:
             if r in self.absent:
                 continue
             error = self.of.seats.launch_forward(
-                r,
+                int(r),
                 self.of.generation,
                 self.kernels,
                 self.shape,
@@ -112,6 +112,8 @@ class Call:
         return self.results()
 
     def results(self):
-        fresh = [[jnp.copy(a) for a in b[10:14]] for b in self.buffers]  # an array that was read once is kept on the host
+        fresh = [
+            [jnp.copy(a) for a in b[10:14]] for b in self.buffers
+        ]  # an array that was read once is kept on the host
         y = np.concatenate([np.array(b[0]) for b in fresh])
         return y, [tuple(np.array(a) for a in b[1:]) for b in fresh]

@@ -45,22 +45,25 @@ __device__ inline bool hear_abort(const CallState& c) {
   return false;
 }
 
+// Between polls of a wait that takes long: has the call failed meanwhile, or waited too long? Not inlined: the waits are
+// many, and this is off every fast path.
+__device__ __noinline__ bool must_stop(const CallState& c, uint64_t since, int patience, Wait what, int32_t peer) {
+  if (has_failed(c) || hear_abort(c)) return true;
+  if (ptx::nanoseconds() - since <= patience * c.deadline_ns) return false;
+  give_up(c, what, peer);
+  return true;
+}
+
 // Polls until ready(). False: the call has failed, stop. `what` and `peer` say what is missing, should it never come.
 template <class Ready>
 __device__ inline bool wait_until(const CallState& c, Wait what, int32_t peer, Ready ready, int patience = 1) {
-  if (ready()) return true;
   const uint64_t start = ptx::nanoseconds();
-  for (;;) {
-    for (int i = 0; i < 256; ++i) {
-      if (ready()) return true;
-      __nanosleep(20);
-    }
-    if (has_failed(c) || hear_abort(c)) return false;
-    if (ptx::nanoseconds() - start > patience * c.deadline_ns) {
-      give_up(c, what, peer);
-      return false;
-    }
+  for (int polls = 0; !ready(); ++polls) {
+    if (polls == 0) continue;
+    __nanosleep(20);
+    if (polls % 256 == 0 && must_stop(c, start, patience, what, peer)) return false;
   }
+  return true;
 }
 
 // A counter of this rank's own work. In the end that is waiting for a peer, too: whoever waits for the peer itself knows

@@ -56,9 +56,7 @@ def _cuda_refusal(call: Call) -> str | None:
     if call.dtype != "bfloat16":
         return f"the CUDA kernels compute in bfloat16, not {call.dtype}"
     if call.hidden % 8 or call.inter % 8 or call.shared_inter % 8:
-        return (
-            f"H = {call.hidden}, I = {call.inter} and I_s = {call.shared_inter} must be multiples of 8 for the CUDA kernels"
-        )
+        return f"H = {call.hidden}, I = {call.inter} and I_s = {call.shared_inter} must be multiples of 8 for the CUDA kernels"
     if call.experts > _MAX_CUDA_EXPERTS:
         return f"{call.experts} experts are more than the CUDA kernels take ({_MAX_CUDA_EXPERTS})"
     return cuda.refusal()

@@ -1,6 +1,9 @@
 // The task streams. Part of cpu_test.cc.
 #pragma once
 
+#include <algorithm>
+
+#include "../../cuda/core/pairs.h"
 #include "check.h"
 
 namespace mok::cpu {
@@ -130,6 +133,71 @@ void test_task_stream() {
     check_order_by_length(c);
     check_stream(c, false);
     check_stream(c, true);
+  }
+}
+
+// ---- pairs of row blocks: the stream of the GPU kernels ----
+
+struct PairCase {
+  std::vector<int32_t> blocks, pair{0}, group{0}, split{0};
+  PairStream stream;
+
+  explicit PairCase(Random& rnd) {
+    const int32_t experts = int32_t(rnd.in(1, 9));
+    for (int32_t e = 0; e < experts; ++e) {
+      blocks.push_back(int32_t(rnd.in(0, 2) == 0 ? 0 : rnd.in(1, 45)));
+      pair.push_back(pair.back() + pairs_of(blocks.back()));
+      group.push_back(group.back() + groups_of(blocks.back()));
+      split.push_back(split.back() + splits_of(blocks.back()));
+    }
+    const PairSegments segments{pair.data(), group.data(), split.data(), experts};
+    stream = {segments, int32_t(rnd.in(1, 17)), int32_t(rnd.in(1, 29)), 0};
+    stream.lag = rnd.in(0, 1) ? int32_t(rnd.in(0, 4)) : lag_for(segments, stream.first_tiles, 128);
+  }
+  bool is_split(int32_t p) const {
+    const int32_t e = holder(pair.data(), int32_t(blocks.size()), p);
+    return blocks[size_t(e)] % 2 == 1 && p == pair[size_t(e) + 1] - 1;
+  }
+};
+
+// Where the tasks of one kind stand in the stream, by (pair, tile).
+using PairPlaces = std::map<std::pair<int32_t, int32_t>, int32_t>;
+
+void place_pairs(const PairCase& c, int32_t g, int32_t offset, int32_t tiles, std::vector<int>* used, PairPlaces* at) {
+  const PairGroup group = pair_group(c.stream.segments, g);
+  CHECK(group.pairs <= kGroupPairs, "a group is no longer than that");
+  CHECK(group.first_pair >= c.pair[size_t(group.expert)] &&
+            group.first_pair + group.pairs <= c.pair[size_t(group.expert) + 1], "a group has one expert");
+  for (int32_t i = 0; i < tasks_of_group(group, tiles); ++i) {
+    const PairTile t = pair_tile(group, tiles, i);
+    CHECK(offset + i >= 0 && offset + i < c.stream.count(), "in the stream");
+    CHECK((*used)[size_t(offset + i)]++ == 0, "one task a place");
+    CHECK(at->emplace(std::pair{t.pair, t.tile}, offset + i).second, "every tile once");
+  }
+}
+
+void test_pair_stream() {
+  Random rnd(5);
+  for (int trial = 0; trial < 300; ++trial) {
+    const PairCase c(rnd);
+    std::vector<int> used(size_t(c.stream.count()), 0);
+    PairPlaces first, second;
+    for (int32_t g = 0; g < c.stream.segments.groups(); ++g) {
+      place_pairs(c, g, c.stream.first_offset(g), c.stream.first_tiles, &used, &first);
+      place_pairs(c, g, c.stream.second_offset(g), c.stream.second_tiles, &used, &second);
+    }
+    CHECK(first.size() + second.size() == used.size(), "no place is left empty");
+    for (int32_t p = 0; p < c.stream.segments.pairs(); ++p) {
+      int32_t last = -1;
+      for (int32_t t = 0; t < tasks_of_pair(c.stream.first_tiles, c.is_split(p)); ++t) {
+        CHECK(first.count({p, t}) == 1, "all tiles of the first GEMM");
+        last = std::max(last, first[{p, t}]);
+      }
+      for (int32_t t = 0; t < tasks_of_pair(c.stream.second_tiles, c.is_split(p)); ++t) {
+        CHECK(second.count({p, t}) == 1, "all tiles of the second GEMM");
+        CHECK((second[{p, t}] > last), "a task waits only on earlier tasks");
+      }
+    }
   }
 }
 
