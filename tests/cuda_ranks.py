@@ -3,10 +3,10 @@ and deadlines are those of several GPUs; only the link between them is the GPU's
 
 from __future__ import annotations
 
-import numpy as np
-
 import jax
 import jax.numpy as jnp
+import numpy as np
+
 from jax_mok import runtime
 from jax_mok.runtime import cuda
 

@@ -55,8 +55,9 @@ def _cuda_refusal(call: Call) -> str | None:
         return "the CUDA kernels need at least one token"
     if call.dtype != "bfloat16":
         return f"the CUDA kernels compute in bfloat16, not {call.dtype}"
-    if call.hidden % 8 or call.inter % 8 or call.shared_inter % 8:
-        return f"H = {call.hidden}, I = {call.inter} and I_s = {call.shared_inter} must be multiples of 8 for the CUDA kernels"
+    widths = (call.hidden, call.inter, call.shared_inter)
+    if any(w % 8 for w in widths):
+        return f"H, I and I_s must be multiples of 8 for the CUDA kernels, not {widths}"
     if call.experts > _MAX_CUDA_EXPERTS:
         return f"{call.experts} experts are more than the CUDA kernels take ({_MAX_CUDA_EXPERTS})"
     return cuda.refusal()

@@ -148,8 +148,9 @@ void test_layout_and_protocol() {
     const ArenaLayout a = arena_layout(s, kTiles);
     const int64_t rows = padded_rows(s, kTiles), line = s.hidden * s.elem_bytes;
     const std::pair<int64_t, int64_t> parts[] = {
-        {a.tokens_in, s.tokens * line}, {a.grads_in, s.tokens * line},  {a.rows_out, rows * line}, {a.weights, s.slots() * 4},
-        {a.weight_grads, rows * 4},     {a.slots, s.slots() * 4},       {a.counts, s.experts * 4}, {a.verdict, int64_t(sizeof(Verdict))}};
+        {a.verdict, int64_t(sizeof(Verdict))}, {a.tokens_in, s.tokens * line}, {a.grads_in, s.tokens * line},  {a.rows_out, rows * line}, {a.weights, s.slots() * 4},
+        {a.weight_grads, rows * 4},     {a.slots, s.slots() * 4},       {a.counts, s.experts * 4}};
+    CHECK(a.verdict == 0, "ranks of unlike shapes find each other's verdict");
     int64_t end = 0;
     for (auto [at, bytes] : parts) {
       CHECK(at >= end && at % 256 == 0, "parts of the arena do not overlap and are aligned");
