@@ -94,8 +94,8 @@ def test_shapes_take_turns_in_one_arena(ranks):
         check(inputs, *call.run(), 2)
 
 
-def assert_failed(of, call, code, rank, others=()):
-    y, stats = call.results()
+def assert_failed(of, call, code, rank):
+    y, _ = call.results()
     assert np.isnan(np.asarray(y, np.float32)).all()
     failures = of.failures()
     assert all(f[0] == code and f[1] == rank for f in failures), failures

@@ -166,24 +166,48 @@ struct Movers {
   __device__ static void add(float (&sum)[8], float w, const uint4& q) {
     const uint32_t words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum[2 * i] += w * from_bf16(words[i] & 0xffff);
-      sum[2 * i + 1] += w * from_bf16(words[i] >> 16);
+    for (int i = 0; i < 4; ++i) {  // the same instruction in every warp, or the bits could differ
+      sum[2 * i] = __fmaf_rn(w, from_bf16(words[i] & 0xffff), sum[2 * i]);
+      sum[2 * i + 1] = __fmaf_rn(w, from_bf16(words[i] >> 16), sum[2 * i + 1]);
     }
   }
 
-  __device__ void sum_token(int64_t token) const {
-    const uint64_t* results = p.routes.slot_result + token * MOK_TOP_K;
-    const float* weights = p.router_weights + token * MOK_TOP_K;
+  // What a lane knows of a slot: where its result is (0 = nowhere) and its weight.
+  struct Term {
+    uint64_t row;
+    float weight;
+  };
+  __device__ Term term_of(int64_t slot) const {
+    const uint64_t row = p.routes.slot_result[slot];
+    return {row, row == 0 ? 0.0f : p.router_weights[slot]};
+  }
+
+  // One token; `mine` are the terms of its first 32 slots, from lane `first` on. Rows are long and far away, so a lane
+  // has kDeep loads in flight.
+  template <int kDeep>
+  __device__ void sum_token(int64_t token, Term mine, int first) const {
     uint4* out = reinterpret_cast<uint4*>(p.y + token * MOK_HIDDEN);
-    for (int v = lane; v < kVectors; v += 32) {
+#pragma unroll 1
+    for (int v = lane; v - lane < kVectors; v += 32) {
+      const bool inside = v < kVectors;
       float sum[8] = {};
-      if (MOK_SHARED_INTER > 0) add(sum, 1.0f, *(reinterpret_cast<const uint4*>(p.shared_y + token * MOK_HIDDEN) + v));
-#pragma unroll 4
-      for (int k = 0; k < MOK_TOP_K; ++k)
-        if (results[k] != 0) add(sum, weights[k], *(reinterpret_cast<const uint4*>(results[k]) + v));
-      out[v] = uint4{pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
-                     pack_bf16(sum[6], sum[7])};
+      if (MOK_SHARED_INTER > 0 && inside) add(sum, 1.0f, *(reinterpret_cast<const uint4*>(p.shared_y + token * MOK_HIDDEN) + v));
+#pragma unroll 1
+      for (int k0 = 0; k0 < MOK_TOP_K; k0 += kDeep) {
+        if (MOK_TOP_K > 32 && k0 % 32 == 0) mine = k0 + lane < MOK_TOP_K ? term_of(token * MOK_TOP_K + k0 + lane) : Term{};
+        uint4 q[kDeep];
+#pragma unroll
+        for (int k = 0; k < kDeep; ++k) {
+          const uint64_t row = k0 + k < MOK_TOP_K ? __shfl_sync(~0u, mine.row, (first + k0 + k) % 32) : 0;
+          q[k] = row != 0 && inside ? *(reinterpret_cast<const uint4*>(row) + v) : uint4{0, 0, 0, 0};
+        }
+#pragma unroll
+        for (int k = 0; k < kDeep; ++k)
+          if (k0 + k < MOK_TOP_K) add(sum, __shfl_sync(~0u, mine.weight, (first + k0 + k) % 32), q[k]);
+      }
+      if (inside)
+        out[v] = uint4{pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
+                       pack_bf16(sum[6], sum[7])};
     }
   }
   __device__ void fill_nan(int64_t token) const {
@@ -191,25 +215,34 @@ struct Movers {
     for (int v = lane; v < kVectors; v += 32) out[v] = uint4{~0u, ~0u, ~0u, ~0u};
   }
 
+  __device__ bool shared_ready(int64_t token, const DownSignals& signals) const {
+    if (MOK_SHARED_INTER == 0) return true;
+    const int64_t pair = p.max_pairs - (p.tokens + 255) / 256 + token / 256;
+    return wait_counter(p.call, counter(words().out(pair)), p.routes.pair_split[pair] ? signals.split : signals.full);
+  }
+
+  // Tokens are taken as many at a time as have 32 slots, a lane each.
+  template <int kDeep>
   __device__ void combine(const DownSignals& signals) const {
+    constexpr int kTokens = MOK_TOP_K < 32 ? 32 / MOK_TOP_K : 1;
     for (;;) {
-      const int64_t token = take(Counter::combine_ticket);
-      if (token >= p.tokens) return;
-      bool ready = !has_failed(p.call);
-      if (MOK_SHARED_INTER > 0 && ready) {
-        const int64_t pair = p.max_pairs - (p.tokens + 255) / 256 + token / 256;
-        ready = wait_counter(p.call, counter(words().out(pair)), p.routes.pair_split[pair] ? signals.split : signals.full);
-      }
-      for (int k = lane; k < MOK_TOP_K && ready; k += 32) {
-        const int64_t slot = token * MOK_TOP_K + k;
+      const int64_t first = int64_t(take(Counter::combine_ticket)) * kTokens;
+      if (first >= p.tokens) return;
+      const int n = int(min_of(kTokens, p.tokens - first));
+      bool ready = !has_failed(p.call) && shared_ready(first + n - 1, signals) && shared_ready(first, signals);
+      for (int i = lane; i < n * MOK_TOP_K && ready; i += 32) {
+        const int64_t slot = first * MOK_TOP_K + i;
         p.routes.slot_result[slot] = result_of(slot, signals, &ready);
       }
       ready = __all_sync(~0u, ready);
-      if (ready) sum_token(token); else fill_nan(token);
+      const Term mine = ready && lane < n * MOK_TOP_K ? term_of(first * MOK_TOP_K + lane) : Term{};
+#pragma unroll 1
+      for (int i = 0; i < n; ++i)
+        if (ready) sum_token<kDeep>(first + i, mine, i * MOK_TOP_K); else fill_nan(first + i);
       if (ranks() > 1) {
         __threadfence();
         __syncwarp();
-        if (lane == 0) add_release_gpu(counter(Counter::combined), 1);
+        if (lane == 0) add_release_gpu(counter(Counter::combined), uint32_t(n));
       }
     }
   }

@@ -67,15 +67,21 @@ __device__ void prefix(int32_t* out, int32_t n, RouteWords& words, Value value) 
 // Slots of one warp of the cluster, 32 at a time and in order; each lane learns how many earlier lanes have its expert.
 template <class Visit>
 __device__ void for_each_slot(const RouteParams& p, uint32_t cta, Visit visit) {
+  constexpr int kAhead = 8;  // loads in flight
   const int lane = threadIdx.x & 31, part = int(cta) * kWarps + int(threadIdx.x >> 5);
   const int64_t slots = p.shape.slots(), share = align_up(ceil_div(slots, kWarps * kCtas), 32);
   const int64_t end = min_of(slots, (part + 1) * share);
-  for (int64_t base = part * share; base < end; base += 32) {
-    const int64_t slot = base + lane;
-    const int32_t id = slot < end ? p.ids[slot] : -1;
-    const uint32_t same = __match_any_sync(~0u, id);
-    if (slot < end) visit(slot, id, __popc(same & ((1u << lane) - 1)), __popc(same));
-    __syncwarp();
+  for (int64_t base = part * share; base < end; base += 32 * kAhead) {
+    int32_t ids[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) ids[i] = base + 32 * i + lane < end ? p.ids[base + 32 * i + lane] : -1;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int64_t slot = base + 32 * i + lane;
+      const uint32_t same = __match_any_sync(~0u, ids[i]);
+      if (slot < end) visit(slot, ids[i], __popc(same & ((1u << lane) - 1)), __popc(same));
+      __syncwarp();
+    }
   }
 }
 

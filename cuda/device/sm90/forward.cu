@@ -181,13 +181,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     } else {
       movers.pull();
       if (p.call.ranks > 1) movers.fetch();
-      movers.combine(kDownSignals);
+      movers.combine<4>(kDownSignals);
       if (p.call.ranks > 1 && blockIdx.x == 0 && warp == 1) movers.leave();
     }
   } else {
     take_registers<kMathRegisters>();
     compute(stream, sh, cta, warp - 4, lane);
-    movers.combine(kDownSignals);
+    movers.combine<8>(kDownSignals);
   }
   cluster_sync();
 }
