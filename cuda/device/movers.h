@@ -137,7 +137,7 @@ struct Movers {
   // ---- combine ----
 
   // Address of a slot's result, once it is there; 0: no expert. *ok = false: the call has failed.
-  __device__ uint64_t result_of(int64_t slot, const DownSignals& signals, bool* ok) const {
+  __device__ __noinline__ uint64_t result_of(int64_t slot, const DownSignals& signals, bool* ok) const {
     const int32_t place = p.routes.slot_place[slot];
     if (place < 0) return 0;
     const int32_t e = p.ids[slot], me = p.call.coords[0];
@@ -187,11 +187,12 @@ struct Movers {
   template <int kDeep>
   __device__ void sum_token(int64_t token, Term mine, int first) const {
     uint4* out = reinterpret_cast<uint4*>(p.y + token * MOK_HIDDEN);
+    const uint16_t* shared = p.shared_y + token * MOK_HIDDEN;
 #pragma unroll 1
     for (int v = lane; v - lane < kVectors; v += 32) {
       const bool inside = v < kVectors;
       float sum[8] = {};
-      if (MOK_SHARED_INTER > 0 && inside) add(sum, 1.0f, *(reinterpret_cast<const uint4*>(p.shared_y + token * MOK_HIDDEN) + v));
+      if (MOK_SHARED_INTER > 0 && inside) add(sum, 1.0f, reinterpret_cast<const uint4*>(shared)[v]);
 #pragma unroll 1
       for (int k0 = 0; k0 < MOK_TOP_K; k0 += kDeep) {
         if (MOK_TOP_K > 32 && k0 % 32 == 0) mine = k0 + lane < MOK_TOP_K ? term_of(token * MOK_TOP_K + k0 + lane) : Term{};

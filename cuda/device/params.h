@@ -58,8 +58,6 @@ struct PairTask {
   int32_t expert;  // local
   int32_t pair;    // number of the row-block pair; those of the shared expert follow the routed ones
   int32_t tile;    // column tile; in a split pair, tile 2 * tile + CTA
-  MOK_HD bool down() const { return kind & 1; }
-  MOK_HD bool shared() const { return kind & 2; }
 };
 
 // Rows of one expert that come from one rank: which, and where they stand in that rank's sorted slot list.

@@ -38,7 +38,7 @@ struct RouteWords {
 };
 
 // Exclusive prefix sum of one value per thread.
-__device__ int32_t scan(int32_t value, RouteWords& words) {
+__device__ __noinline__ int32_t scan(int32_t value, RouteWords& words) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int32_t sum = value;
   for (int d = 1; d < 32; d *= 2) {
@@ -315,7 +315,7 @@ __device__ PairSegments describe_pairs(const RouteParams& p, const RouteShared& 
 }
 
 // The tasks of a stream, a warp for each group.
-__device__ void deal_tasks(PairTask* tasks, const PairStream& s, int32_t shared, int32_t first_pair) {
+__device__ __noinline__ void deal_tasks(PairTask* tasks, const PairStream& s, int32_t shared, int32_t first_pair) {
   const int lane = threadIdx.x & 31;
   for (int32_t g = threadIdx.x >> 5; g < s.segments.groups(); g += kWarps) {
     const PairGroup group = pair_group(s.segments, g);

@@ -47,20 +47,20 @@ __device__ inline void barrier_wait(uint32_t bar, uint32_t parity) {
       "DONE:\n}\n" ::"r"(bar), "r"(parity)
       : "memory");
 }
-// A word into another CTA's shared memory; completes 4 bytes on a barrier there.
-__device__ inline void send_word(uint32_t address, uint32_t value, uint32_t bar, uint32_t cta) {
+// Four words into a CTA's shared memory; completes 16 bytes on a barrier there.
+__device__ inline void send_words(uint32_t address, const uint32_t* v, uint32_t bar, uint32_t cta) {
   asm volatile(
-      "{\n.reg .b32 a, b;\nmapa.shared::cluster.u32 a, %0, %3;\nmapa.shared::cluster.u32 b, %2, %3;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [a], %1, [b];\n}\n" ::"r"(address), "r"(value),
-      "r"(bar), "r"(cta)
+      "{\n.reg .b32 a, b;\nmapa.shared::cluster.u32 a, %0, %6;\nmapa.shared::cluster.u32 b, %5, %6;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [a], {%1, %2, %3, %4}, [b];\n}\n" ::"r"(address),
+      "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(bar), "r"(cta)
       : "memory");
 }
-__device__ inline uint32_t load_shared(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
+__device__ inline void load_shared_v4(uint32_t address, uint32_t* v) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address)
+               : "memory");
 }
-
 __device__ inline uint32_t load_shared_at(uint32_t address, uint32_t cta) {
   uint32_t v;
   asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %1, %2;\nld.shared::cluster.u32 %0, [a];\n}\n"

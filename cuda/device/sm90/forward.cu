@@ -37,8 +37,24 @@ __device__ inline void swiglu4(const float* g, const float* u, uint32_t* out) {
   out[1] = pack_bf16(g[2] * u[2] * (r23 * a[3]), g[3] * u[3] * (r23 * a[2]));
 }
 
+// A task of the forward pass, with what is to be known of its pair.
+struct ForwardTask {
+  int32_t kind;    // as in PairTask, or kStop
+  int32_t expert, pair, tile;
+  int32_t row;     // of CTA 0
+  int32_t split;   // one row block and two neighbouring column tiles, not two row blocks
+  int32_t unused[2];
+
+  __device__ bool down() const { return kind & 1; }
+  __device__ bool shared() const { return kind & 2; }
+  __device__ int32_t row_of(uint32_t cta) const { return split ? row : row + int32_t(cta) * kBlockM; }
+  __device__ int32_t tile_of(uint32_t cta) const { return split ? 2 * tile + int32_t(cta) : tile; }
+};
+
 // The tasks of the forward pass, for the pipeline.
 struct ForwardStream {
+  using Task = ForwardTask;
+  static constexpr int32_t kStop = -1;
   const ForwardParams& p;
 
   __device__ uint32_t* counter(int64_t word) const { return p.routes.counters + word; }
@@ -46,38 +62,33 @@ struct ForwardStream {
 
   __device__ uint32_t count() const { return uint32_t(p.routes.totals[Total::tasks]); }
   __device__ uint32_t take() const { return atomicAdd(counter(Counter::ticket), 1u); }
-  __device__ PairTask task(uint32_t ticket) const { return p.routes.tasks[ticket]; }
-  __device__ int blocks(const PairTask& t) const {
+  __device__ ForwardTask task(uint32_t ticket) const {
+    const PairTask t = p.routes.tasks[ticket];
+    return {t.kind, t.expert, t.pair, t.tile, p.routes.pair_row[t.pair], p.routes.pair_split[t.pair], {}};
+  }
+  __device__ int blocks(const ForwardTask& t) const {
     return !t.down() ? k_blocks(kHidden) : t.shared() ? k_blocks(kShared) : k_blocks(kInter);
   }
 
-  __device__ bool ready(const PairTask& t) const {
-    const bool split = p.routes.pair_split[t.pair];
-    bool there = !has_failed(p.call);
-    if (there && t.down())
-      there = wait_counter(p.call, counter(words().hidden(t.pair)),
-                           signals(((t.shared() ? kShared : kInter) + 127) / 128, split));
-    else if (there && !t.shared())
-      there = wait_counter(p.call, counter(words().pulled(t.pair)), split ? kBlockM : 2 * kBlockM);
-    fence_async_global();  // what the counter released was written by ordinary stores; TMA reads it next
-    return there;
+  // What the task waits for: a pair's hidden tiles, its routed rows, or (the shared expert's tokens) nothing.
+  __device__ const uint32_t* awaited(const ForwardTask& t) const {
+    return t.down() ? counter(words().hidden(t.pair)) : t.shared() ? nullptr : counter(words().pulled(t.pair));
   }
-
-  // A split pair: one row block, two neighbouring column tiles.
-  struct Tile {
-    int32_t row, tile;
-    bool split;
-  };
-  __device__ Tile tile_of(const PairTask& t, uint32_t cta) const {
-    const bool split = p.routes.pair_split[t.pair];
-    const int32_t row = p.routes.pair_row[t.pair];
-    return split ? Tile{row, 2 * t.tile + int32_t(cta), true} : Tile{row + int32_t(cta) * kBlockM, t.tile, false};
+  __device__ bool ready(const ForwardTask& t) const {
+    const uint32_t* word = awaited(t);
+    const uint32_t target = t.down() ? signals(((t.shared() ? kShared : kInter) + 127) / 128, t.split)
+                                     : t.split ? kBlockM : 2 * kBlockM;
+    return !has_failed(p.call) && (word == nullptr || wait_counter(p.call, word, target));
+  }
+  // Rows were written by ordinary stores of other SMs, and TMA reads them next.
+  __device__ void acquire(const ForwardTask& t) const {
+    if (const uint32_t* word = awaited(t); word != nullptr) load_acquire_gpu(word);
+    fence_async_global();
   }
 
   // Four blocks of 64 columns: gate, up, gate, up, or down. A CTA loads two of them for both, in a split pair all four.
-  __device__ void load(const PairTask& t, int k, uint32_t cta, uint32_t stage, uint32_t bar) const {
-    const Tile at = tile_of(t, cta);
-    const int32_t column = k * kBlockK;
+  __device__ void load(const ForwardTask& t, int k, uint32_t cta, uint32_t stage, uint32_t bar) const {
+    const int32_t column = k * kBlockK, tile = t.tile_of(cta);
     const TensorMap *rows, *even, *odd;
     if (t.shared()) {
       rows = t.down() ? &p.shared_hidden : &p.shared_rows;
@@ -88,37 +99,36 @@ struct ForwardStream {
       even = t.down() ? &p.down : &p.gate;
       odd = t.down() ? &p.down : &p.up;
     }
-    tma_load_2d(stage, rows, bar, column, at.row);
-    for (uint32_t block = at.split ? 0 : cta; block < 4; block += at.split ? 1 : 2) {
-      const int32_t x = t.down() ? at.tile * 256 + int32_t(block) * 64 : at.tile * 128 + int32_t(block / 2) * 64;
+    tma_load_2d(stage, rows, bar, column, t.row_of(cta));
+    for (uint32_t block = t.split ? 0 : cta; block < 4; block += t.split ? 1 : 2) {
+      const int32_t x = t.down() ? tile * 256 + int32_t(block) * 64 : tile * 128 + int32_t(block / 2) * 64;
       const uint32_t to = stage + kBytesA + block * kBytesColumns;
       const TensorMap* weights = block & 1 ? odd : even;
-      if (at.split) tma_load_3d(to, weights, bar, x, column, t.expert);
+      if (t.split) tma_load_3d(to, weights, bar, x, column, t.expert);
       else tma_load_3d_multicast(to, weights, bar, x, column, t.expert, 3);
     }
   }
 
   template <class Math>
-  __device__ void multiply(Math& me, float (&acc)[128], const PairTask& t) const {
+  __device__ void multiply(Math& me, float (&acc)[128], const ForwardTask& t) const {
     me.template multiply<Major::k, Major::mn>(acc, blocks(t));
   }
 
   // Columns past the last are clipped; a split pair's second tile may lie behind them altogether.
   template <class Math>
-  __device__ void store(Math& me, float (&acc)[128], const PairTask& t) const {
-    const Tile at = tile_of(t, me.cta);
-    const int32_t row = at.row + me.warp * kStoreRows;
+  __device__ void store(Math& me, float (&acc)[128], const ForwardTask& t) const {
+    const int32_t row = t.row_of(me.cta) + me.warp * kStoreRows, tile = t.tile_of(me.cta);
     if (!t.down()) {
-      const bool valid = at.tile * 128 < (t.shared() ? kShared : kInter);
+      const bool valid = tile * 128 < (t.shared() ? kShared : kInter);
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        me.store(t.shared() ? &p.shared_hidden_out : &p.hidden_out, at.tile * 128 + half * 64, row, valid,
+        me.store(t.shared() ? &p.shared_hidden_out : &p.hidden_out, tile * 128 + half * 64, row, valid,
                  [&](int j, uint32_t* v) { swiglu4(acc + half * 64 + j * 4, acc + half * 64 + 32 + j * 4, v); });
       me.pending = words().hidden(t.pair);
     } else {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        me.store(t.shared() ? &p.shared_y_out : &p.y_out, at.tile * 256 + c * 64, row, at.tile * 256 < kHidden,
+        me.store(t.shared() ? &p.shared_y_out : &p.y_out, tile * 256 + c * 64, row, tile * 256 < kHidden,
                  [&](int j, uint32_t* v) {
                    v[0] = pack_bf16(acc[c * 32 + j * 4], acc[c * 32 + j * 4 + 1]);
                    v[1] = pack_bf16(acc[c * 32 + j * 4 + 2], acc[c * 32 + j * 4 + 3]);
@@ -130,14 +140,11 @@ struct ForwardStream {
   __device__ void signal(int64_t counter_word, int lane) const {
     const int64_t pair = counter_word - words().out(0);
     if (p.call.ranks == 1 || pair < 0) {
-      if (lane != 0) return;
-      __threadfence();
-      add_release_gpu(counter(counter_word), 1);
+      if (lane == 0) add_release_gpu(counter(counter_word), 1);
       return;
     }
     bool last = false;
     if (lane == 0) {
-      __threadfence();
       const uint32_t all = p.routes.pair_split[pair] ? kDownSignals.split : kDownSignals.full;
       last = add_acquire_release_gpu(counter(counter_word), 1) + 1 == all;
     }
@@ -178,12 +185,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     if (warp == 0) {
       if (lane == 0) produce(stream, sh, cta);
       __syncwarp();
+    } else if (warp == 1 && cta == 0) {
+      if (lane == 0) deal(stream, sh);
+      __syncwarp();
     } else {
       movers.pull();
       if (p.call.ranks > 1) movers.fetch();
-      movers.combine<4>(kDownSignals);
-      if (p.call.ranks > 1 && blockIdx.x == 0 && warp == 1) movers.leave();
     }
+    movers.combine<4>(kDownSignals);
+    if (p.call.ranks > 1 && blockIdx.x == 0 && warp == 1) movers.leave();
   } else {
     take_registers<kMathRegisters>();
     compute(stream, sh, cta, warp - 4, lane);

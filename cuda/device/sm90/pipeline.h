@@ -1,12 +1,14 @@
-// The pipeline that Hopper's persistent kernels share: a producer thread deals tasks and loads tiles by TMA, two math
-// warpgroups multiply them and store results by TMA.
+// The pipeline that Hopper's persistent kernels share: a dealer hands out tasks, a producer thread loads tiles by TMA,
+// two math warpgroups multiply them and store results by TMA.
 //
 // Clusters of two CTAs work on one task at a time, each on its own 128 x 256 tile. A kernel describes its tasks by a
-// Stream:
+// Stream, and a task by a trivially copyable Stream::Task of kTaskWords words, which is all that producer and math know of it; the
+// kind Stream::kStop ends the stream:
 //
 //   uint32_t count(), take()                       tasks, and the next number off the one in-order ticket
 //   Task task(ticket)
 //   bool ready(task)                               waits for what the task reads; false: the call has failed
+//   void acquire(task)                             the same for another thread, once ready() was true for the dealer
 //   int blocks(task)                               K blocks of 64
 //   void load(task, k, cta, stage, bar)            issues the loads of block k: kBytesA of A, then kBytesB of B
 //   void multiply(math, acc, task)                 MathWarp::multiply with the operands' layouts
@@ -24,14 +26,14 @@ namespace mok::sm90 {
 
 using namespace mok::ptx;
 
-constexpr int kBlockM = 128, kBlockN = 256, kBlockK = 64, kStages = 4, kRing = 2, kMathWarps = 8, kClusterCtas = 2;
+constexpr int kBlockM = 128, kBlockN = 256, kBlockK = 64, kStages = 4, kMathWarps = 8, kClusterCtas = 2;
 constexpr uint32_t kBytesA = kBlockM * kBlockK * 2, kBytesB = kBlockN * kBlockK * 2, kBytesStage = kBytesA + kBytesB;
 constexpr uint32_t kBytesColumns = 64 * kBlockK * 2;            // 64 rows or columns of an operand, 64 of K
 constexpr int kStoreRows = 16, kStoreColumns = 64, kStoreBuffers = 2;
 constexpr uint32_t kBytesStore = kStoreRows * kStoreColumns * 2;
 constexpr uint32_t kBarriers = kStages * kBytesStage + kMathWarps * kStoreBuffers * kBytesStore;
 constexpr int kProducerRegisters = 72, kMathRegisters = 216;    // of the 168 that each thread starts with
-constexpr uint32_t kStop = 0xffffffffu;
+constexpr int kTaskWords = 8;
 
 // Dynamic shared memory of a CTA, by 32-bit address.
 struct Shared {
@@ -42,9 +44,9 @@ struct Shared {
   }
   __device__ uint32_t full(uint32_t s) const { return base + kBarriers + 8 * s; }
   __device__ uint32_t empty(uint32_t s) const { return full(kStages + s); }
-  __device__ uint32_t task_full(uint32_t i) const { return full(2 * kStages + i); }
-  __device__ uint32_t task_empty(uint32_t i) const { return full(2 * kStages + kRing + i); }
-  __device__ uint32_t task(uint32_t i) const { return full(2 * kStages + 2 * kRing) + 4 * i; }
+  __device__ uint32_t task() const { return full(2 * kStages); }  // one task, and whether there is one
+  __device__ uint32_t task_full() const { return task() + 4 * kTaskWords; }
+  __device__ uint32_t task_empty() const { return task_full() + 8; }
 
   // By all threads of the cluster, once.
   __device__ void init() const {
@@ -53,10 +55,8 @@ struct Shared {
         barrier_init(full(s), 1);
         barrier_init(empty(s), kMathWarps * kClusterCtas);
       }
-      for (int i = 0; i < kRing; ++i) {
-        barrier_init(task_full(i), 1);
-        barrier_init(task_empty(i), (kMathWarps + 1) * kClusterCtas);
-      }
+      barrier_init(task_full(), 1);
+      barrier_init(task_empty(), (kMathWarps + 1) * kClusterCtas);
       barriers_visible();
       fence_async_shared();
     }
@@ -74,30 +74,61 @@ struct Ring {
   }
 };
 
-// One thread of each CTA. CTA 0 deals: a task goes to both CTAs once its inputs are there, so nobody is stuck in the
-// middle of one.
+// What a CTA is to do next. Whoever takes a task tells the dealer, who may then hand out the next one.
+template <class Stream>
+struct TaskSlot {
+  using Task = typename Stream::Task;
+  static_assert(sizeof(Task) == 4 * kTaskWords, "tasks are sent as so many words");
+  const Shared& sh;
+  uint32_t parity = 0;
+
+  __device__ bool waiting() const { return barrier_test(sh.task_full(), parity); }
+  // One thread of the CTA expects each task.
+  __device__ void expect() const { barrier_expect(sh.task_full(), 4 * kTaskWords); }
+  __device__ Task take() {
+    barrier_wait(sh.task_full(), parity);
+    parity ^= 1;
+    Task task;
+    uint32_t words[kTaskWords];
+#pragma unroll
+    for (int i = 0; i < kTaskWords; i += 4) load_shared_v4(sh.task() + 4 * i, words + i);
+    memcpy(&task, words, sizeof task);
+    return task;
+  }
+  __device__ void taken() const { barrier_arrive_at(sh.task_empty(), 0); }
+};
+
+// One thread of a cluster. A task goes to both CTAs once its inputs are there, so nobody is stuck in the middle of one;
+// the next ticket is taken when both have begun, so nobody sits on work that others could do.
+template <class Stream>
+__device__ void deal(const Stream& stream, const Shared& sh) {
+  const uint32_t tasks = stream.count();
+  for (uint32_t parity = 1;; parity ^= 1) {
+    barrier_wait(sh.task_empty(), parity);
+    const uint32_t ticket = stream.take();
+    auto task = stream.task(ticket < tasks ? ticket : 0);
+    const bool go = ticket < tasks && stream.ready(task);
+    if (!go) task.kind = Stream::kStop;
+    uint32_t words[kTaskWords];
+    memcpy(words, &task, sizeof task);
+    for (uint32_t cta = 0; cta < kClusterCtas; ++cta)
+#pragma unroll
+      for (int i = 0; i < kTaskWords; i += 4) send_words(sh.task() + 4 * i, words + i, sh.task_full(), cta);
+    if (!go) return;
+  }
+}
+
+// One thread of each CTA.
 template <class Stream>
 __device__ void produce(const Stream& stream, const Shared& sh, uint32_t cta) {
   Ring<kStages> stage;
-  Ring<kRing> ring, publish;
-  const uint32_t tasks = stream.count();
-  auto deal = [&](uint32_t ticket) {
-    const uint32_t word = ticket < tasks && stream.ready(stream.task(ticket)) ? ticket : kStop;
-    barrier_wait(sh.task_empty(publish.slot), publish.parity ^ 1);
-    for (uint32_t r = 0; r < kClusterCtas; ++r) send_word(sh.task(publish.slot), word, sh.task_full(publish.slot), r);
-    publish.advance();
-  };
-  if (cta == 0) deal(stream.take());
+  TaskSlot<Stream> slot{sh};
   for (;;) {
-    barrier_expect(sh.task_full(ring.slot), 4);
-    barrier_wait(sh.task_full(ring.slot), ring.parity);
-    const uint32_t ticket = load_shared(sh.task(ring.slot));
-    barrier_arrive_at(sh.task_empty(ring.slot), 0);
-    ring.advance();
-    if (ticket == kStop) return;
-    const uint32_t next = cta == 0 ? stream.take() : 0;
-    const auto task = stream.task(ticket);
-    if (cta != 0) stream.ready(task);  // it is: this acquires its inputs for this CTA
+    slot.expect();
+    const auto task = slot.take();
+    slot.taken();
+    if (task.kind == Stream::kStop) return;
+    stream.acquire(task);
     const int blocks = stream.blocks(task);
 #pragma unroll 1
     for (int k = 0; k < blocks; ++k) {
@@ -106,7 +137,6 @@ __device__ void produce(const Stream& stream, const Shared& sh, uint32_t cta) {
       stream.load(task, k, cta, sh.stage(stage.slot), sh.full(stage.slot));
       stage.advance();
     }
-    if (cta == 0) deal(next);
   }
 }
 
@@ -201,18 +231,15 @@ struct MathWarp {
 template <class Stream>
 __device__ void compute(const Stream& stream, const Shared& sh, uint32_t cta, int warp, int lane) {
   MathWarp<Stream> me{stream, sh, cta, warp, lane};
-  Ring<kRing> ring;
+  TaskSlot<Stream> slot{sh};
   float acc[128];
   for (;;) {
     // Somebody may wait for my stores before the next task can come: don't sleep on it with a signal in the pocket.
-    if (!barrier_test(sh.task_full(ring.slot), ring.parity)) me.flush();
-    barrier_wait(sh.task_full(ring.slot), ring.parity);
-    const uint32_t ticket = load_shared(sh.task(ring.slot));
+    if (!slot.waiting()) me.flush();
+    const auto task = slot.take();
     __syncwarp();
-    if (lane == 0) barrier_arrive_at(sh.task_empty(ring.slot), 0);
-    ring.advance();
-    if (ticket == kStop) break;
-    const auto task = stream.task(ticket);
+    if (lane == 0) slot.taken();
+    if (task.kind == Stream::kStop) break;
     stream.multiply(me, acc, task);
     stream.store(me, acc, task);
   }
