@@ -14,18 +14,24 @@ CUDA = mok.MoEConfig(backend="cuda")
 
 
 def forward(inputs, config=CUDA):
-    f = jax.jit(lambda x, i, w, e: mok.moe(x, i, w, e, config=config, with_stats=True))
-    args = jax.tree.map(jnp.asarray, inputs[:4])
+    f = jax.jit(lambda x, i, w, e, s: mok.moe(x, i, w, e, shared=s, config=config, with_stats=True))
+    args = jax.tree.map(jnp.asarray, inputs[:5])
     return lambda: jax.block_until_ready(f(*args))
 
 
-SHAPES = [(1, 64, 64, 16), (17, 136, 200, 16), (257, 512, 264, 24), (1000, 1024, 768, 64)]
+SHAPES = [
+    (1, 64, 64, 16, 1, 0),
+    (17, 136, 200, 16, 16, 0),
+    (257, 512, 264, 24, 6, 72),
+    (1000, 1024, 768, 64, 8, 512),
+    (130, 257, 129, 40, 40, 33),
+    (65, 33, 7, 5, 2, 0),
+]
 
 
-@pytest.mark.parametrize("K", [1, 2, 6, 8, 16])
-@pytest.mark.parametrize(("T", "H", "I", "E"), SHAPES)
-def test_accuracy(T, H, I, E, K):
-    inputs = make_inputs(T, H, I, E, K, dtype="bfloat16", seed=T)
+@pytest.mark.parametrize(("T", "H", "I", "E", "K", "shared"), SHAPES)
+def test_accuracy(T, H, I, E, K, shared):
+    inputs = make_inputs(T, H, I, E, K, dtype="bfloat16", shared=shared, seed=T)
     y, stats = forward(inputs)()
     assert rel_l2(y, oracle(inputs).y) <= 4e-3
     np.testing.assert_array_equal(stats.tokens_per_expert, np.bincount(inputs.ids[inputs.ids >= 0], minlength=E))

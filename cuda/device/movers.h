@@ -230,16 +230,20 @@ struct Movers {
       const int64_t first = int64_t(take(Counter::combine_ticket)) * kTokens;
       if (first >= p.tokens) return;
       const int n = int(min_of(kTokens, p.tokens - first));
-      bool ready = !has_failed(p.call) && shared_ready(first + n - 1, signals) && shared_ready(first, signals);
+      const int32_t* tokens = p.routes.token_order + first;
+      bool ready = !has_failed(p.call);
       for (int i = lane; i < n * MOK_TOP_K && ready; i += 32) {
-        const int64_t slot = first * MOK_TOP_K + i;
-        p.routes.slot_result[slot] = result_of(slot, signals, &ready);
+        const int64_t token = tokens[i / MOK_TOP_K], slot = token * MOK_TOP_K + i % MOK_TOP_K;
+        const uint64_t row = result_of(slot, signals, &ready);
+        p.routes.slot_result[slot] = row;
+        ready = ready && shared_ready(token, signals);
       }
       ready = __all_sync(~0u, ready);
-      const Term mine = ready && lane < n * MOK_TOP_K ? term_of(first * MOK_TOP_K + lane) : Term{};
+      const bool mine = ready && lane < n * MOK_TOP_K;
+      const Term term = mine ? term_of(int64_t{tokens[lane / MOK_TOP_K]} * MOK_TOP_K + lane % MOK_TOP_K) : Term{};
 #pragma unroll 1
       for (int i = 0; i < n; ++i)
-        if (ready) sum_token<kDeep>(first + i, mine, i * MOK_TOP_K); else fill_nan(first + i);
+        if (ready) sum_token<kDeep>(tokens[i], term, i * MOK_TOP_K); else fill_nan(tokens[i]);
       if (ranks() > 1) {
         __threadfence();
         __syncwarp();

@@ -74,6 +74,7 @@ struct RouteTables {
   int32_t* sorted;        // [T * K] own slots by expert; in the arena, if there is one
   int32_t* slot_place;    // [T * K] place of each slot in `sorted`, -1 = no expert
   uint64_t* slot_result;  // [T * K] address of the slot's result, once it is there; 0 = no expert
+  int32_t* token_order;   // [T] tokens as their results will be complete, about
   int32_t* list_start;    // [E + 1] where each expert starts in `sorted`
   int32_t* row_shift;     // [E] place in `sorted` + shift = row at the owner
   int32_t* segment_start; // [E] first row of the expert at its owner

@@ -2,6 +2,7 @@
 // counts become the tables of the main kernel.
 //
 //   cluster 0        ids -> counts per (warp, expert) -> sorted list | publish, hear the peers -> tables -> tasks
+//                    tokens by their last expert -> the order in which they are summed
 //   all clusters     x -> arena, in pieces off one ticket
 //
 // The order of rows is that of core/routing.h: by expert, then rank, then slot. Integers only, so any schedule of
@@ -19,6 +20,7 @@ constexpr int kHidden = MOK_HIDDEN, kTopK = MOK_TOP_K, kBlockM = 128;
 constexpr int kGateUpTiles = (MOK_INTER + 127) / 128, kSharedTiles = (MOK_SHARED_INTER + 127) / 128;
 constexpr int kDownTiles = (MOK_HIDDEN + 255) / 256;
 constexpr int kTasksAhead = 128;  // between the two GEMMs of a pair: about two for each cluster of the grid
+constexpr int kAges = 32;         // by which tokens are sorted: when the last of their experts is worked on
 constexpr int64_t kPieceVectors = 4 * kThreads;
 constexpr int32_t kNone = 0x7fffffff;
 
@@ -35,6 +37,9 @@ struct RouteShared {
 struct RouteWords {
   int32_t bad;  // first slot whose id is out of range
   int32_t warp_sums[kWarps];
+  int32_t age_count[kWarps][kAges];  // tokens; then: the warp's next place
+  int32_t age_total[kAges];          // of this CTA
+  int32_t age_first[kAges];          // where this CTA's tokens start
 };
 
 // Exclusive prefix sum of one value per thread.
@@ -138,6 +143,77 @@ __device__ void place_slots(const RouteParams& p, const RouteShared& sh, uint32_
     p.routes.slot_place[slot] = place;
     __syncwarp(__activemask());
     if (real && before == 0) next[id] += same;
+  });
+}
+
+// ---- the order of tokens ----
+
+// Experts of a rank are worked on in their order, on all ranks alike.
+__device__ int32_t age_of(const RouteParams& p, int64_t token) {
+  const int32_t local = p.shape.local_experts();
+  int32_t last = 0;
+  for (int k = 0; k < kTopK; ++k) {
+    const int32_t id = p.ids[token * kTopK + k];
+    if (id >= 0 && id < p.shape.experts && id % local > last) last = id % local;
+  }
+  return last * kAges / local;
+}
+
+template <class Visit>
+__device__ void for_each_token(const RouteParams& p, uint32_t cta, Visit visit) {
+  const int lane = threadIdx.x & 31, part = int(cta) * kWarps + int(threadIdx.x >> 5);
+  const int64_t share = align_up(ceil_div(p.shape.tokens, kWarps * kCtas), 32);
+  const int64_t end = min_of(p.shape.tokens, (part + 1) * share);
+  for (int64_t base = part * share; base < end; base += 32) {
+    const int64_t token = base + lane;
+    const int32_t age = token < end ? age_of(p, token) : -1;
+    const uint32_t same = __match_any_sync(~0u, age);
+    if (token < end) visit(token, age, __popc(same & ((1u << lane) - 1)), __popc(same));
+    __syncwarp();
+  }
+}
+
+__device__ void count_ages(const RouteParams& p, RouteWords& words, uint32_t cta) {
+  int32_t* mine = words.age_count[threadIdx.x >> 5];
+  mine[threadIdx.x & 31] = 0;
+  __syncwarp();
+  for_each_token(p, cta, [&](int64_t, int32_t age, int before, int same) {
+    if (before == 0) mine[age] += same;
+  });
+  __syncthreads();
+  if (threadIdx.x < kAges) {
+    int32_t sum = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      const int32_t n = words.age_count[w][threadIdx.x];
+      words.age_count[w][threadIdx.x] = sum;
+      sum += n;
+    }
+    words.age_total[threadIdx.x] = sum;
+  }
+}
+
+// After all CTAs have counted.
+__device__ void order_tokens(const RouteParams& p, RouteWords& words, uint32_t cta) {
+  if (threadIdx.x < kAges) {
+    int32_t before = 0, total = 0;
+    for (uint32_t c = 0; c < kCtas; ++c) {
+      const int32_t n = int32_t(load_shared_at(shared_address(words.age_total + threadIdx.x), c));
+      if (c < cta) before += n;
+      total += n;
+    }
+    int32_t start = total;
+    for (int d = 1; d < kAges; d *= 2) {
+      const int32_t up = __shfl_up_sync(~0u, start, d);
+      if (int(threadIdx.x) >= d) start += up;
+    }
+    words.age_first[threadIdx.x] = start - total + before;
+  }
+  __syncthreads();
+  int32_t* next = words.age_count[threadIdx.x >> 5];
+  for_each_token(p, cta, [&](int64_t token, int32_t age, int before, int same) {
+    p.routes.token_order[words.age_first[age] + next[age] + before] = int32_t(token);
+    __syncwarp(__activemask());
+    if (before == 0) next[age] += same;
   });
 }
 
@@ -405,9 +481,11 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(1024, 1)
     if (threadIdx.x == 0) words.bad = kNone;
     __syncthreads();
     count(p, sh, words, blockIdx.x);
+    count_ages(p, words, blockIdx.x);
     __syncthreads();
     lay_out_list(p, sh, words, blockIdx.x);
     place_slots(p, sh, blockIdx.x);
+    order_tokens(p, words, blockIdx.x);
     if (leads) {
       status = judge_ids(p, words);
       if (p.shape.ranks > 1 && threadIdx.x == 0)

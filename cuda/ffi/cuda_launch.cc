@@ -49,6 +49,7 @@ Workspace lay_out(const Shape& s, uint8_t* base) {
   p.take(&w.routes.sorted, exchange ? 0 : s.slots());
   p.take(&w.routes.slot_place, s.slots());
   p.take(&w.routes.slot_result, s.slots());
+  p.take(&w.routes.token_order, s.tokens);
   p.take(&w.routes.list_start, s.experts + 1);
   p.take(&w.routes.row_shift, s.experts);
   p.take(&w.routes.segment_start, s.experts);
@@ -157,7 +158,7 @@ int launch_forward(const CudaDriver& driver, const CudaKernels& kernels, const C
   p.max_pairs = w.pairs;
   p.max_blocks = w.blocks;
   const unsigned ctas = kRouteCtas * (s.ranks > 1 ? 1 + kCopyClusters : 1);
-  const unsigned shared_bytes = unsigned(34 * s.experts + 64) * 4;  // RouteShared in device/route.cu
+  const unsigned shared_bytes = unsigned(34 * s.experts + 64) * 4;  // as RouteShared in device/route.cu
   if (const int failed = driver.launch(kernels.route, ctas, kRouteThreads, shared_bytes, stream, &route); failed != 0)
     return failed;
   return driver.launch(kernels.forward, unsigned(multiprocessors) / 2 * 2, kForwardThreads, kForwardShared, stream, &p);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jax_mok.runtime import cuda
 FORWARD = "jax_mok_forward"
 BACKWARD = "jax_mok_backward"
 _MAX_CUDA_EXPERTS = 1024
+_CUDA_WIDTH = 8  # elements of 16 bytes
 
 
 class Saved(NamedTuple):
@@ -55,9 +57,6 @@ def _cuda_refusal(call: Call) -> str | None:
         return "the CUDA kernels need at least one token"
     if call.dtype != "bfloat16":
         return f"the CUDA kernels compute in bfloat16, not {call.dtype}"
-    widths = (call.hidden, call.inter, call.shared_inter)
-    if any(w % 8 for w in widths):
-        return f"H, I and I_s must be multiples of 8 for the CUDA kernels, not {widths}"
     if call.experts > _MAX_CUDA_EXPERTS:
         return f"{call.experts} experts are more than the CUDA kernels take ({_MAX_CUDA_EXPERTS})"
     return cuda.refusal()
@@ -108,10 +107,34 @@ def _shared_or_empty(call: Call, shared: Experts | None, like: Any) -> Experts:
     return _varying.vary_over(Experts(wide, wide, wide.T), _varying.axes_of(like))
 
 
+def _even_widths(call: Call, x: Any, experts: Experts, shared: Experts) -> tuple[Call, Any, Experts, Experts]:
+    """The same layer with H, I and I_s padded by zeros to multiples of 8, for kernels that move 16 bytes at a time.
+    Costs a copy of the weights, and nothing where the widths already fit."""
+
+    def up(n: int) -> int:
+        return -n % _CUDA_WIDTH
+
+    def pad(w: Any, rows: int, columns: int) -> Any:
+        return jnp.pad(w, [(0, 0)] * (w.ndim - 2) + [(0, up(rows)), (0, up(columns))]) if up(rows) or up(columns) else w
+
+    def pad_experts(e: Experts, inter: int) -> Experts:
+        return Experts(pad(e.gate, H, inter), pad(e.up, H, inter), pad(e.down, inter, H))
+
+    H, inter, shared_inter = call.hidden, call.inter, call.shared_inter
+    wide = dataclasses.replace(
+        call, hidden=H + up(H), inter=inter + up(inter), shared_inter=shared_inter + up(shared_inter)
+    )
+    return wide, pad(x, call.tokens * _CUDA_WIDTH, H), pad_experts(experts, inter), pad_experts(shared, shared_inter)
+
+
 def forward(
     call: Call, backend: str, x: Any, expert_ids: Any, router_weights: Any, experts: Experts, shared: Any, *, save: bool
 ) -> tuple[Any, RawStats, Saved]:
     """Returns ``y [T, H]``, the stats, and the residuals (empty unless ``save``)."""
+    hidden = call.hidden
+    shared = _shared_or_empty(call, shared, x)
+    if backend == "cuda":
+        call, x, experts, shared = _even_widths(call, x, experts, shared)
     rows = runtime.padded_rows(call) if save else 0
     tokens = call.tokens if save else 0
     width = call.inter
@@ -134,11 +157,11 @@ def forward(
         out(tokens, call.shared_inter),
         out(runtime.workspace_bytes(call, backend), dtype=jnp.uint8),
     )
-    operands = _operands(call, x, expert_ids, router_weights, experts, _shared_or_empty(call, shared, x))
+    operands = _operands(call, x, expert_ids, router_weights, experts, shared)
     y, per_expert, rows_per_rank, status, *saved, _ = jax.ffi.ffi_call(FORWARD, results)(
         *operands, **_attributes(call), save=np.int64(save)
     )
-    return y, RawStats(per_expert, rows_per_rank, status), Saved(*saved)
+    return y[:, :hidden], RawStats(per_expert, rows_per_rank, status), Saved(*saved)
 
 
 def backward(

@@ -190,7 +190,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       __syncwarp();
     } else {
       movers.pull();
-      if (p.call.ranks > 1) movers.fetch();
+      if (p.call.ranks > 1 && warp != 3) movers.fetch();  // the last warp sums meanwhile
     }
     movers.combine<4>(kDownSignals);
     if (p.call.ranks > 1 && blockIdx.x == 0 && warp == 1) movers.leave();
