@@ -10,7 +10,7 @@ import jax
 
 from jax_mok.runtime import jit
 
-_DYNAMIC_SHARED_BYTES = 231424  # all that a block may have on Hopper, less what kernels declare
+_DYNAMIC_SHARED_BYTES = {"mok_route": 34 * 1024 * 4 + 256, "mok_forward": 229376 + 256}  # as in ffi/cuda_launch.cc
 _ARCH_OF = {"9.0": "sm_90a"}
 
 
@@ -61,8 +61,8 @@ def load(hidden: int, inter: int, top_k: int, shared_inter: int) -> tuple[int, i
         handle = _check(driver.cuDeviceGet(ordinal))
         context = _check(driver.cuDevicePrimaryCtxRetain(handle))
         _check(driver.cuCtxPushCurrent(context))
-        for kernel in kernels:
-            _check(driver.cuKernelSetAttribute(shared, _DYNAMIC_SHARED_BYTES, kernel, handle))
+        for name, kernel in zip(jit.KERNELS, kernels, strict=True):
+            _check(driver.cuKernelSetAttribute(shared, _DYNAMIC_SHARED_BYTES[name], kernel, handle))
             _check(driver.cuKernelGetFunction(kernel))  # loads it now, not at the first launch
         _check(driver.cuCtxPopCurrent())
     return int(kernels[0]), int(kernels[1])
