@@ -28,7 +28,9 @@ def select(call: Call, platform: str) -> str:
     if asked in ("xla", "reference"):
         return asked
     if asked == "auto":
-        why = ffi.refusal(call, platform, platform) if platform in NATIVE else f"no kernel for platform {platform!r}"
+        why = f"no kernel for platform {platform!r}"
+        if platform in NATIVE:
+            why = ffi.refusal(call, platform, platform) or ffi.reservation(call, platform)
         if why is None:
             return platform
         say_once(f"jax_mok: {why}; running this layer with backend='xla'.")

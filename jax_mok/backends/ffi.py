@@ -50,6 +50,13 @@ def refusal(call: Call, backend: str, platform: str) -> str | None:
     return None
 
 
+def reservation(call: Call, backend: str) -> str | None:
+    """Why ``backend="auto"`` does not choose the native backend although it could run the call, or ``None``."""
+    if backend == "cuda" and call.ranks > 1:
+        return "the exchange between GPUs was tested with several ranks on one GPU only; ask for it by backend='cuda'"
+    return None
+
+
 def _cuda_refusal(call: Call) -> str | None:
     if call.ranks > 1 and jax.process_count() > 1:
         return "EP groups of GPUs that span processes are not supported yet"
