@@ -11,7 +11,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_mok import _guard, _varying
 from jax_mok._call import Call
 from jax_mok._config import Experts
-from jax_mok._say import say_once
 from jax_mok.backends import ffi, reference, xla
 from jax_mok.backends.collectives import RawStats
 
@@ -21,7 +20,7 @@ RESIDUAL_NAMES: Final = ("jax_mok_output", "jax_mok_rows", "jax_mok_gate", "jax_
 ``residuals="save"``), ``jax.checkpoint`` does not run the layer's forward call a second time."""
 
 _OUTPUT, _ROWS, _GATE, _UP = RESIDUAL_NAMES
-_HAS_BACKWARD = ("cpu",)
+_KEEPS_RESIDUALS = ("cpu",)
 
 
 def apply(call: Call, backend: str, args: tuple[Any, Any, Any, Experts, Experts | None]) -> tuple[jax.Array, RawStats]:
@@ -50,7 +49,7 @@ def _forward(
     x, expert_ids, router_weights, experts, shared = _guard.first_order_only(
         (x, expert_ids, router_weights, experts, shared)
     )
-    save = call.config.residuals == "save" and backend in _HAS_BACKWARD
+    save = call.config.residuals == "save" and backend in _KEEPS_RESIDUALS
     y, stats, saved = ffi.forward(call, backend, x, expert_ids, router_weights, experts, shared, save=save)
     y = checkpoint_name(y, _OUTPUT)
     if save:
@@ -64,20 +63,7 @@ def _backward(call: Call, backend: str, residuals: Any, cotangents: Any) -> Any:
     dy, _ = cotangents
     dy = _varying.vary_over(dy, _varying.axes_of(x))
     args = _guard.first_order_only((x, expert_ids, router_weights, experts, shared, saved, dy))
-    if backend not in _HAS_BACKWARD:
-        say_once(f"jax_mok: backend {backend!r} has no backward kernel yet; gradients are computed with backend='xla'.")
-        return _xla_backward(call, *args)
     dx, dw, d_experts, d_shared = ffi.backward(call, backend, *args)
-    return dx, None, dw, d_experts, d_shared
-
-
-def _xla_backward(
-    call: Call, x: Any, expert_ids: Any, router_weights: Any, experts: Experts, shared: Experts | None, _: Any, dy: Any
-) -> Any:
-    def forward(x: Any, router_weights: Any, experts: Experts, shared: Experts | None) -> Any:
-        return xla.run(call, x, expert_ids, router_weights, experts, shared)[0]
-
-    dx, dw, d_experts, d_shared = jax.vjp(forward, x, router_weights, experts, shared)[1](dy)
     return dx, None, dw, d_experts, d_shared
 
 

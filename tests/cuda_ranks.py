@@ -36,7 +36,11 @@ class Ranks:
 
     def call(self, inputs, *, capacity=None, timeout_s=20.0, absent=(), group=0):
         """A call that is ready to run: ``inputs`` are those of the whole batch, split among the ranks."""
-        return Call(self, inputs, capacity=capacity, timeout_s=timeout_s, absent=absent, group=group)
+        return Forward(self, inputs, capacity=capacity, timeout_s=timeout_s, absent=absent, group=group)
+
+    def gradients(self, inputs, *, capacity=None, timeout_s=20.0, absent=(), group=0):
+        """The same of a backward call."""
+        return Backward(self, inputs, capacity=capacity, timeout_s=timeout_s, absent=absent, group=group)
 
     def wait(self):
         for stream in self.streams:
@@ -47,73 +51,112 @@ class Ranks:
         return [tuple(self.seats.take_failure(s)) for s in range(self.ranks)]
 
 
-class Call:
+def _poisoned(*shape, dtype):
+    size = np.dtype(dtype).itemsize
+    raw = jnp.full((int(np.prod(shape)), size), 255, jnp.uint8)
+    return jax.lax.bitcast_convert_type(raw, dtype).reshape(shape)
+
+
+class _Call:
+    kernel: str
+
     def __init__(self, of: Ranks, inputs, *, capacity, timeout_s, absent, group):
-        x, ids, weights, experts, shared = inputs[:5]
+        x, ids, weights, experts, shared, dy = inputs
         P = of.ranks
         self.of, self.timeout_s, self.absent = of, timeout_s, absent
         T, (E, H, inter), K = x.shape[0] // P, experts.gate.shape, ids.shape[1]
-        width = 0 if shared is None else shared.gate.shape[1]
+        self.has_shared = shared is not None
+        width = shared.gate.shape[1] if self.has_shared else 0
         rows = T * P * K if capacity is None else capacity
         self.shape = [P, E, K, 2, T, H, inter, width, rows]
         of.seats.reserve(self.shape)
-        self.kernels = cuda.load(H, inter, K, width)
-        workspace = runtime.native().cuda_workspace_bytes(self.shape)
-
-        def poisoned(*shape, dtype):
-            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-            return jax.lax.bitcast_convert_type(
-                jnp.full((size // np.dtype(dtype).itemsize, np.dtype(dtype).itemsize), 255, jnp.uint8), dtype
-            ).reshape(shape)
-
+        self.kernels = cuda.load(self.kernel, H, inter, K, width, False)
         self.buffers = []
         for r in range(P):
             mine = slice(r * T, (r + 1) * T)
             local = slice(r * (E // P), (r + 1) * (E // P))
-            some = shared or experts
-            self.buffers.append(
-                [
-                    jnp.array([r, group], jnp.int32),
-                    *map(jnp.array, (x[mine], ids[mine], weights[mine])),
-                    *(jnp.array(w[local]) for w in experts),
-                    *map(jnp.array, some),
-                    poisoned(T, H, dtype=jnp.bfloat16),
-                    jnp.full(E, -7, jnp.int32),
-                    jnp.full(P, -7, jnp.int32),
-                    jnp.full((), -7, jnp.int32),
-                    jnp.full(workspace, 255, jnp.uint8),
-                ]
-            )
+            operands = [
+                jnp.array([r, group], jnp.int32),
+                *map(jnp.array, (x[mine], ids[mine], weights[mine])),
+                *(jnp.array(w[local]) for w in experts),
+                *map(jnp.array, shared or experts),
+            ]
+            self.buffers.append(operands + self.results_and_workspace(operands, jnp.array(dy[mine])))
         jax.block_until_ready(self.buffers)
-        self.addresses = [[b.unsafe_buffer_pointer() for b in buffers] for buffers in self.buffers]
+        self.addresses = [[0 if b is None else b.unsafe_buffer_pointer() for b in bs] for bs in self.buffers]
+
+    def results_and_workspace(self, operands, dy) -> list:
+        raise NotImplementedError
+
+    def start(self, rank, *args):
+        raise NotImplementedError
 
     def launch(self, order=None):
         self.of.generation += 1
-        for r in range(self.of.ranks) if order is None else order:
+        for r in order or range(self.of.ranks):
             if r in self.absent:
                 continue
-            error = self.of.seats.launch_forward(
-                int(r),
-                self.of.generation,
-                self.kernels,
-                self.shape,
-                self.timeout_s,
-                self.addresses[r],
-                int(self.of.streams[r]),
-                self.of.multiprocessors,
-            )
+            stream, part = int(self.of.streams[r]), self.of.multiprocessors
+            args = (self.kernels, self.shape, self.timeout_s, self.addresses[r], stream, part)
+            error = self.start(r, self.of.generation, *args)
             assert error == 0, error
         return self
 
     def run(self, order=None):
-        """Launches and waits. Returns y of all ranks, whole, and (tokens_per_expert, rows_per_rank, status) by rank."""
+        """Launches, waits and returns the results."""
         self.launch(order)
         self.of.wait()
         return self.results()
 
+    def fetch(self, first, last):
+        """Results by rank, as numpy. An array that was read once is kept on the host: hence the copies."""
+        return [[np.array(jnp.copy(a)) for a in b[first:last]] for b in self.buffers]
+
     def results(self):
-        fresh = [
-            [jnp.copy(a) for a in b[10:14]] for b in self.buffers
-        ]  # an array that was read once is kept on the host
-        y = np.concatenate([np.array(b[0]) for b in fresh])
-        return y, [tuple(np.array(a) for a in b[1:]) for b in fresh]
+        raise NotImplementedError
+
+
+class Forward(_Call):
+    kernel = "mok_forward"
+
+    def results_and_workspace(self, operands, dy):
+        P, E = self.shape[:2]
+        return [
+            _poisoned(*dy.shape, dtype=jnp.bfloat16),
+            jnp.full(E, -7, jnp.int32),
+            jnp.full(P, -7, jnp.int32),
+            jnp.full((), -7, jnp.int32),
+            jnp.full(runtime.native().cuda_workspace_bytes(self.shape), 255, jnp.uint8),
+        ]
+
+    def start(self, rank, *args):
+        return self.of.seats.launch_forward(rank, *args)
+
+    def results(self):
+        """y of all ranks, whole, and (tokens_per_expert, rows_per_rank, status) by rank."""
+        found = self.fetch(10, 14)
+        return np.concatenate([r[0] for r in found]), [tuple(r[1:]) for r in found]
+
+
+class Backward(_Call):
+    kernel = "mok_backward"
+
+    def results_and_workspace(self, operands, dy):
+        workspace = runtime.native().cuda_backward_bytes(self.shape, True)
+        return [
+            *[None] * 5,  # nothing was saved
+            dy,
+            _poisoned(*dy.shape, dtype=jnp.bfloat16),
+            _poisoned(*operands[3].shape, dtype=jnp.float32),
+            *(_poisoned(*w.shape, dtype=jnp.bfloat16) for w in operands[4:10]),
+            jnp.full(workspace, 255, jnp.uint8),
+        ]
+
+    def start(self, rank, *args):
+        return self.of.seats.launch_backward(rank, *args)
+
+    def results(self):
+        """Gradients of x, the router weights and the experts of all ranks, whole, and of the shared expert by rank."""
+        found = self.fetch(16, 24)
+        dx, dw, *experts = (np.concatenate([r[i] for r in found]) for i in range(5))
+        return dx, dw, experts, [r[5:] for r in found] if self.has_shared else []

@@ -1,8 +1,16 @@
 // What the spare warps of a kernel do: bring routed rows in, fetch results from their owners, and sum each token's.
 //
-//   pull      rows of x from their homes -> routed buffer, in the order of the task stream
+//   pull      rows of x, dY from their homes -> routed buffers, in the order of the task stream
 //   fetch     own results from other ranks -> local buffer, in the order in which owners finish them
-//   combine   y_t = shared expert + sum over k, ascending, of w_tk y_tk
+//   combine   y_t = shared expert + sum over k, ascending, of w_tk y_tk, or the same of dx without the weights
+//
+// A kernel says by its hooks what it does besides, or otherwise:
+//
+//   void pulled(row, rank, slot)              of each lane's row, also padding: slot -1
+//   void fetched(slot, owner, row)            of each lane's result
+//   float weight(slot)                        of a result in the sum
+//   void summed(slot, row)                    of each slot whose result is this rank's own; row -1: no expert
+//   void failed(slot)                         of each slot of a token without a result
 //
 // Rows move by pull only, through registers. All pulls come before the first wait for a peer's results, so two ranks
 // cannot wait for each other.
@@ -23,13 +31,30 @@ struct DownSignals {
   uint32_t full, split;
 };
 
+// The results of a pair of routed row blocks are complete: tells the ranks whose rows they are. By a warp.
+__device__ inline void flag_homes(const MoverParams& p, int64_t pair, int lane) {
+  const int32_t ranks = p.call.ranks, me = p.call.coords[0], expert = p.routes.pair_expert[pair];
+  const int32_t first = p.routes.pair_row[pair] - p.routes.segment_start[me * p.local_experts + expert];
+  const Source* sources = p.routes.sources + int64_t(expert) * ranks;
+  const int64_t flag = p.call.seat * p.max_blocks + p.routes.pair_row[pair] / 128;
+  __threadfence_system();
+  for (int32_t r = lane; r < ranks; r += 32) {
+    const int32_t begin = r == 0 ? 0 : sources[r - 1].end;
+    if (r == me || begin >= sources[r].end || begin >= first + 256 || sources[r].end <= first) continue;
+    auto* flags = reinterpret_cast<uint64_t*>(p.routes.peers[r] + SeatMemory::row_flags);
+    store_release_sys(flags + flag, p.call.generation);
+  }
+}
+
+template <class Hooks>
 struct Movers {
-  const ForwardParams& p;
+  const MoverParams& p;
+  const Hooks& hooks;
   int lane;
 
   __device__ int32_t ranks() const { return p.call.ranks; }
   __device__ uint32_t* counter(int64_t word) const { return p.routes.counters + word; }
-  __device__ Counter words() const { return {p.max_pairs}; }
+  __device__ Counter words() const { return {p.max_pairs, p.local_experts}; }
   __device__ uint8_t* rows_of(int32_t rank) const {
     return reinterpret_cast<uint8_t*>(p.routes.peers[rank]) + SeatMemory::rows;
   }
@@ -72,23 +97,29 @@ struct Movers {
 
   // ---- pull ----
 
-  // Where a row of an expert's segment comes from; null for padding.
-  __device__ const uint16_t* home_of(int32_t expert, int32_t row) const {
+  // Whose slot a row of an expert's segment is; slot -1: padding.
+  struct Home {
+    int32_t rank, slot;
+  };
+  __device__ Home home_of(int32_t expert, int32_t row) const {
     const Source* sources = p.routes.sources + int64_t(expert) * ranks();
-    if (row >= sources[ranks() - 1].end) return nullptr;
+    if (row >= sources[ranks() - 1].end) return {0, -1};
     int32_t r = 0;
     for (int32_t hi = ranks() - 1; r < hi;) {  // the first source that ends behind the row
       const int32_t mid = (r + hi) / 2;
       if (sources[mid].end > row) hi = mid; else r = mid + 1;
     }
     const int32_t place = row + sources[r].shift;
-    if (ranks() == 1) return p.x + int64_t(p.routes.sorted[place] / MOK_TOP_K) * MOK_HIDDEN;
-    const uint8_t* memory = rows_of(r);
-    const int32_t slot = load_system(reinterpret_cast<const int32_t*>(memory + p.layout.slots) + place);
-    const int64_t token = uint32_t(slot) / MOK_TOP_K;
-    if (token >= p.tokens) return nullptr;  // the peer has given the call up and overwrites its list
-    const uint16_t* x = r == p.call.coords[0] ? p.x : reinterpret_cast<const uint16_t*>(memory + p.layout.tokens_in);
-    return x + token * MOK_HIDDEN;
+    if (ranks() == 1) return {0, p.routes.sorted[place]};
+    const int32_t slot = load_system(reinterpret_cast<const int32_t*>(rows_of(r) + p.layout.slots) + place);
+    // else: the peer has given the call up and overwrites its list
+    return uint32_t(slot) < uint64_t(p.tokens) * MOK_TOP_K ? Home{r, slot} : Home{0, -1};
+  }
+  __device__ const uint16_t* row_at(const Published& of, const Home& home) const {
+    if (home.slot < 0) return nullptr;
+    const bool here = ranks() == 1 || home.rank == p.call.coords[0];
+    const uint16_t* tokens = here ? of.tokens : reinterpret_cast<const uint16_t*>(rows_of(home.rank) + of.offset);
+    return tokens + int64_t(home.slot / MOK_TOP_K) * MOK_HIDDEN;
   }
 
   __device__ void pull() const {
@@ -98,8 +129,12 @@ struct Movers {
       if (first >= rows) return;
       const int32_t pair = p.routes.block_pair[first / 128], expert = p.routes.pair_expert[pair];
       const int32_t row = int32_t(first) - p.routes.segment_start[first_expert + expert];
-      const uint16_t* from = lane < kChunkRows ? home_of(expert, row + lane) : nullptr;
-      copy_rows(from, p.rows_in + first * MOK_HIDDEN, kChunkRows);
+      const Home home = lane < kChunkRows ? home_of(expert, row + lane) : Home{0, -1};
+      if (lane < kChunkRows) hooks.pulled(first + lane, home.rank, home.slot);
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (p.published[i].tokens != nullptr)
+          copy_rows(row_at(p.published[i], home), p.rows_in[i] + first * MOK_HIDDEN, kChunkRows);
       if (lane == 0) add_release_gpu(counter(words().pulled(pair)), kChunkRows);
       count_read();
     }
@@ -127,6 +162,7 @@ struct Movers {
       bool ready = wait_for_pair(owner, e, in_segment);
       if (ready && (in_segment + n - 1) / 256 != in_segment / 256) ready = wait_for_pair(owner, e, in_segment + n - 1);
       if (!__all_sync(~0u, ready)) return;
+      if (lane < n) hooks.fetched(p.routes.sorted[list + at + lane], owner, row + lane);
       const auto* from = reinterpret_cast<const uint16_t*>(rows_of(owner) + p.layout.rows_out);
       copy_rows(from + int64_t(row + lane) * MOK_HIDDEN, p.rows_back + int64_t(list + at) * MOK_HIDDEN, n);
       if (lane == 0) add_release_gpu(counter(words().back(chunk)), 1);
@@ -139,14 +175,18 @@ struct Movers {
   // Address of a slot's result, once it is there; 0: no expert. *ok = false: the call has failed.
   __device__ __noinline__ uint64_t result_of(int64_t slot, const DownSignals& signals, bool* ok) const {
     const int32_t place = p.routes.slot_place[slot];
-    if (place < 0) return 0;
+    if (place < 0) {
+      hooks.summed(slot, -1);
+      return 0;
+    }
     const int32_t e = p.ids[slot], me = p.call.coords[0];
-    const uint16_t* rows = p.rows_y;
+    const uint16_t* rows = p.rows_out;
     int64_t row = place;
     if (e / p.local_experts == me) {
       row += p.routes.row_shift[e];
       const int32_t pair = p.routes.block_pair[row / 128];
       *ok = wait_counter(p.call, counter(words().out(pair)), p.routes.pair_split[pair] ? signals.split : signals.full);
+      if (*ok) hooks.summed(slot, row);
     } else {
       rows = p.rows_back;
       const int32_t chunk = p.routes.back_chunk[back_index(e, me, ranks(), p.local_experts)] +
@@ -179,15 +219,15 @@ struct Movers {
   };
   __device__ Term term_of(int64_t slot) const {
     const uint64_t row = p.routes.slot_result[slot];
-    return {row, row == 0 ? 0.0f : p.router_weights[slot]};
+    return {row, row == 0 ? 0.0f : hooks.weight(slot)};
   }
 
   // One token; `mine` are the terms of its first 32 slots, from lane `first` on. Rows are long and far away, so a lane
   // has kDeep loads in flight.
   template <int kDeep>
   __device__ void sum_token(int64_t token, Term mine, int first) const {
-    uint4* out = reinterpret_cast<uint4*>(p.y + token * MOK_HIDDEN);
-    const uint16_t* shared = p.shared_y + token * MOK_HIDDEN;
+    uint4* out = reinterpret_cast<uint4*>(p.sum + token * MOK_HIDDEN);
+    const uint16_t* shared = p.shared_out + token * MOK_HIDDEN;
 #pragma unroll 1
     for (int v = lane; v - lane < kVectors; v += 32) {
       const bool inside = v < kVectors;
@@ -212,8 +252,9 @@ struct Movers {
     }
   }
   __device__ void fill_nan(int64_t token) const {
-    uint4* out = reinterpret_cast<uint4*>(p.y + token * MOK_HIDDEN);
+    uint4* out = reinterpret_cast<uint4*>(p.sum + token * MOK_HIDDEN);
     for (int v = lane; v < kVectors; v += 32) out[v] = uint4{~0u, ~0u, ~0u, ~0u};
+    for (int k = lane; k < MOK_TOP_K; k += 32) hooks.failed(token * MOK_TOP_K + k);
   }
 
   __device__ bool shared_ready(int64_t token, const DownSignals& signals) const {

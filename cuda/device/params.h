@@ -84,12 +84,13 @@ struct RouteTables {
   int32_t* pair_expert;   // [pairs]
   int32_t* pair_row;      // [pairs] first row
   int32_t* pair_split;    // [pairs] 1 = one row block, both CTAs work on it
-  PairTask* tasks;
+  int32_t* by_length;     // [L] experts, those with most rows first
+  PairTask* tasks;        // of the forward pass; null = not wanted
   int32_t* totals;        // see Total
   uint32_t* counters;     // see Counter
 };
 struct Total {
-  static constexpr int32_t tasks = 0, rows = 1, back_chunks = 2, rank = 3, count = 4;
+  static constexpr int32_t tasks = 0, rows = 1, back_chunks = 2, pairs = 3, count = 4;
 };
 
 // Rows that a mover warp takes at a time.
@@ -109,17 +110,27 @@ MOK_HD int32_t back_index(int32_t expert, int32_t rank, int32_t ranks, int32_t l
 // Words of RouteTables::counters. Zeroed by the routing kernel.
 struct Counter {
   static constexpr int32_t failed = 0, ticket = 1, pull_ticket = 2, back_ticket = 3, combine_ticket = 4, read = 5,
-                           combined = 6, arrays = 8;
-  // then [pairs] rows pulled, [pairs] warps done with a gate_up tile, [pairs] warps done with a down tile, [chunks]
-  // results fetched
-  int64_t pairs;
+                           combined = 6, poison_ticket = 7, arrays = 8;
+  int64_t pairs, local_experts;
+  // [pairs] rows pulled; warps done with a tile of gate_up, of hidden_grad, of down or input_grad
   MOK_HD int64_t pulled(int64_t pair) const { return arrays + pair; }
   MOK_HD int64_t hidden(int64_t pair) const { return arrays + pairs + pair; }
-  MOK_HD int64_t out(int64_t pair) const { return arrays + 2 * pairs + pair; }
-  MOK_HD int64_t back(int64_t chunk) const { return arrays + 3 * pairs + chunk; }
+  MOK_HD int64_t hidden_grad(int64_t pair) const { return arrays + 2 * pairs + pair; }
+  MOK_HD int64_t out(int64_t pair) const { return arrays + 3 * pairs + pair; }
+  // [local experts + 1] warps done with a hidden_grad tile, over the pairs of the expert; the shared expert last
+  MOK_HD int64_t expert(int64_t e) const { return arrays + 4 * pairs + e; }
+  // [chunks] results fetched
+  MOK_HD int64_t back(int64_t chunk) const { return expert(local_experts + 1) + chunk; }
   MOK_HD static int64_t words(int64_t pairs, const Shape& s) {
-    return arrays + 3 * pairs + (s.ranks > 1 ? ceil_div(s.slots(), kChunkRows) + s.experts : 0);
+    const int64_t chunks = s.ranks > 1 ? ceil_div(s.slots(), kChunkRows) + s.experts : 0;
+    return Counter{pairs, s.local_experts()}.back(chunks);
   }
+};
+
+// An array [T, H] that peers pull rows of, and where it stands in the arena. Null = not there.
+struct Published {
+  const uint16_t* tokens;
+  int64_t offset;
 };
 
 struct RouteParams {
@@ -128,31 +139,37 @@ struct RouteParams {
   Shape shape;
   ArenaLayout layout;
   const int32_t* ids;            // [T, K]
-  const uint16_t* x;             // [T, H]
+  Published published[2];
+  const float* router_weights;   // [T, K], if peers want them
   int32_t* tokens_per_expert;    // [E]
   int32_t* rows_per_rank;        // [P]
   int32_t* status;
   int64_t max_pairs;
 };
 
-struct ForwardParams {
-  TensorMap rows, gate, up, hidden, hidden_out, down, y_out;
-  TensorMap shared_rows, shared_gate, shared_up, shared_hidden, shared_hidden_out, shared_down, shared_y_out;
+// What moves rows in, and results out, in either pass.
+struct MoverParams {
   CallState call;
   RouteTables routes;
   ArenaLayout layout;
   const int32_t* ids;            // [T, K]
-  const uint16_t* x;             // [T, H] bf16
   const float* router_weights;   // [T, K]
-  uint16_t* rows_in;             // [rows, H] routed rows of x
-  const uint16_t* rows_y;        // [rows, H] results per row; in the arena, if there is one
+  Published published[2];
+  uint16_t* rows_in[2];          // [rows, H] routed rows of each
+  const uint16_t* rows_out;      // [rows, H] results per row; in the arena, if there is one
   uint16_t* rows_back;           // [T * K, H] own results from other ranks, by place in `sorted`
-  const uint16_t* shared_y;      // [T, H]
-  uint16_t* y;                   // [T, H]
+  const uint16_t* shared_out;    // [T, H]
+  uint16_t* sum;                 // [T, H] y or dx
   int64_t tokens;
   int32_t local_experts;
+  int64_t max_rows;              // of the routed arrays
   int64_t max_pairs;             // the shared expert's counted
   int64_t max_blocks;            // row flags of a seat
+};
+
+struct ForwardParams : MoverParams {
+  TensorMap rows, gate, up, hidden, hidden_out, down, y_out;
+  TensorMap shared_rows, shared_gate, shared_up, shared_hidden, shared_hidden_out, shared_down, shared_y_out;
 };
 
 }  // namespace mok

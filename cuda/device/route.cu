@@ -3,7 +3,7 @@
 //
 //   cluster 0        ids -> counts per (warp, expert) -> sorted list | publish, hear the peers -> tables -> tasks
 //                    tokens by their last expert -> the order in which they are summed
-//   all clusters     x -> arena, in pieces off one ticket
+//   all clusters     what peers pull rows of -> arena, in pieces off one ticket
 //
 // The order of rows is that of core/routing.h: by expert, then rank, then slot. Integers only, so any schedule of
 // threads gives the same tables. Nothing waits for a block that may not be running, other than those of cluster 0.
@@ -136,11 +136,15 @@ __device__ void lay_out_list(const RouteParams& p, const RouteShared& sh, RouteW
 
 __device__ void place_slots(const RouteParams& p, const RouteShared& sh, uint32_t cta) {
   int32_t* next = sh.count(threadIdx.x >> 5);
+  float* weights = nullptr;  // for peers
+  if (p.shape.ranks > 1 && p.router_weights != nullptr)
+    weights = reinterpret_cast<float*>(p.call.seat_memory[p.call.seat] + SeatMemory::rows + p.layout.weights);
   for_each_slot(p, cta, [&](int64_t slot, int32_t id, int before, int same) {
     const bool real = id >= 0 && id < sh.experts;
     const int32_t place = real ? sh.first()[id] + next[id] + before : -1;
     if (real) p.routes.sorted[place] = int32_t(slot);
     p.routes.slot_place[slot] = place;
+    if (weights != nullptr) weights[slot] = p.router_weights[slot];
     __syncwarp(__activemask());
     if (real && before == 0) next[id] += same;
   });
@@ -240,18 +244,21 @@ __device__ void count_published(const RouteParams& p, uint32_t pieces) {
   tell_all(p.call, SeatFlag::published, p.call.generation);
 }
 
+// Piece by piece, the first array, then the second.
 __device__ void copy_tokens(const RouteParams& p, bool sorted_here) {
   __shared__ uint32_t piece;
   uint8_t* const mine = p.call.seat_memory[p.call.seat];
-  const int64_t vectors = p.shape.tokens * kHidden / 8, pieces = ceil_div(vectors, kPieceVectors);
-  const uint4* from = reinterpret_cast<const uint4*>(p.x);
-  uint4* to = reinterpret_cast<uint4*>(mine + SeatMemory::rows + p.layout.tokens_in);
-  if (sorted_here) count_published(p, uint32_t(pieces) + kCtas);
+  const int64_t vectors = p.shape.tokens * kHidden / 8;
+  const uint32_t each = uint32_t(ceil_div(vectors, kPieceVectors)), pieces = p.published[1].tokens == nullptr ? each : 2 * each;
+  if (sorted_here) count_published(p, pieces + kCtas);
   for (;;) {
     if (threadIdx.x == 0) piece = atomicAdd(reinterpret_cast<uint32_t*>(mine + SeatMemory::copy_words), 1u);
     __syncthreads();
-    const int64_t first = piece * kPieceVectors;
-    if (first >= vectors) return;
+    if (piece >= pieces) return;
+    const Published& array = p.published[piece / each];
+    const uint4* from = reinterpret_cast<const uint4*>(array.tokens);
+    uint4* to = reinterpret_cast<uint4*>(mine + SeatMemory::rows + array.offset);
+    const int64_t first = piece % each * kPieceVectors;
     uint4 v[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -259,7 +266,7 @@ __device__ void copy_tokens(const RouteParams& p, bool sorted_here) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (first + i * kThreads + threadIdx.x < vectors) to[first + i * kThreads + threadIdx.x] = v[i];
-    count_published(p, uint32_t(pieces) + kCtas);
+    count_published(p, pieces + kCtas);
   }
 }
 
@@ -406,7 +413,26 @@ __device__ __noinline__ void deal_tasks(PairTask* tasks, const PairStream& s, in
   }
 }
 
-// The shared expert first: its rows are the local tokens, so its tasks fill the wait for the first routed rows.
+__device__ void order_experts(const RouteParams& p, const RouteShared& sh) {
+  const int32_t local = p.shape.local_experts(), e = threadIdx.x, *all = sh.table(2) + p.call.coords[0] * local;
+  if (e >= local) return;
+  auto rows = [&](int32_t i) { return all[i + 1] - all[i]; };
+  int32_t place = 0;
+  for (int32_t other = 0; other < local; ++other)
+    place += rows(other) > rows(e) || (rows(other) == rows(e) && other < e);
+  p.routes.by_length[place] = e;
+}
+
+// The shared expert's rows are the local tokens; its pairs follow the routed ones.
+__device__ void describe_shared(const RouteParams& p) {
+  const int32_t blocks = int32_t(ceil_div(p.shape.tokens, kBlockM)), routed = int32_t(p.max_pairs) - pairs_of(blocks);
+  for (int32_t i = threadIdx.x; i < pairs_of(blocks); i += kThreads) {
+    p.routes.pair_row[routed + i] = i * 2 * kBlockM;
+    p.routes.pair_split[routed + i] = blocks - 2 * i == 1;
+  }
+}
+
+// The shared expert first: its tasks fill the wait for the first routed rows.
 __device__ int32_t deal_shared(const RouteParams& p, const RouteShared& sh) {
   const int32_t blocks = int32_t(ceil_div(p.shape.tokens, kBlockM)), routed = int32_t(p.max_pairs) - pairs_of(blocks);
   int32_t* first = sh.table(7);
@@ -420,16 +446,19 @@ __device__ int32_t deal_shared(const RouteParams& p, const RouteShared& sh) {
   const PairSegments one{first, first + 2, first + 4, 1};
   const PairStream stream{one, kSharedTiles, kDownTiles, lag_for(one, kSharedTiles, kTasksAhead)};
   deal_tasks(p.routes.tasks, stream, 2, routed);
-  for (int32_t i = threadIdx.x; i < pairs_of(blocks); i += kThreads) {
-    p.routes.pair_row[routed + i] = i * 2 * kBlockM;
-    p.routes.pair_split[routed + i] = blocks - 2 * i == 1;
-  }
   return stream.count();
+}
+
+__device__ int32_t deal_all(const RouteParams& p, const RouteShared& sh, const PairSegments& segments) {
+  const int32_t shared = MOK_SHARED_INTER > 0 ? deal_shared(p, sh) : 0;
+  const PairStream stream{segments, kGateUpTiles, kDownTiles, lag_for(segments, kGateUpTiles, kTasksAhead)};
+  deal_tasks(p.routes.tasks + shared, stream, 0, 0);
+  return shared + stream.count();
 }
 
 // ---- the call ----
 
-__device__ void finish(const RouteParams& p, const Status& status, int32_t tasks, int32_t rows) {
+__device__ void finish(const RouteParams& p, const Status& status, int32_t tasks, int32_t rows, int32_t pairs) {
   if (status.code != Code::ok && status.code != Code::over_capacity) {  // nothing is known of the counts
     for (int32_t e = threadIdx.x; e < p.shape.experts; e += kThreads) p.tokens_per_expert[e] = 0;
     for (int32_t r = threadIdx.x; r < p.shape.ranks; r += kThreads) p.rows_per_rank[r] = 0;
@@ -438,25 +467,26 @@ __device__ void finish(const RouteParams& p, const Status& status, int32_t tasks
   *p.status = int32_t(status.code);
   p.routes.totals[Total::tasks] = tasks;
   p.routes.totals[Total::rows] = rows;
+  p.routes.totals[Total::pairs] = pairs;
   p.routes.totals[Total::back_chunks] = status.ok() ? p.routes.back_chunk[p.shape.experts] : 0;
   if (!status.ok()) fail(p.call, status);
 }
 
 __device__ void make_tables(const RouteParams& p, const RouteShared& sh, RouteWords& words, Status status) {
   if (p.shape.ranks > 1) {
-    if (!find_peers(p)) return finish(p, {Code::peer_timeout, 0, 0, 0}, 0, 0);
+    if (!find_peers(p)) return finish(p, {Code::peer_timeout, 0, 0, 0}, 0, 0, 0);
     status = judge_peers(p);
   }
-  if (!status.ok()) return finish(p, status, 0, 0);
+  if (!status.ok()) return finish(p, status, 0, 0, 0);
   const int32_t rows = describe_experts(p, sh, words);
   status = judge_capacity(p, sh);
-  if (!status.ok()) return finish(p, status, 0, 0);
+  if (!status.ok()) return finish(p, status, 0, 0, 0);
   const PairSegments segments = describe_pairs(p, sh, words, rows);
-  const int32_t shared = MOK_SHARED_INTER > 0 ? deal_shared(p, sh) : 0;
-  const PairStream stream{segments, kGateUpTiles, kDownTiles, lag_for(segments, kGateUpTiles, kTasksAhead)};
-  deal_tasks(p.routes.tasks + shared, stream, 0, 0);
+  order_experts(p, sh);
+  if (MOK_SHARED_INTER > 0) describe_shared(p);
+  const int32_t tasks = p.routes.tasks == nullptr ? 0 : deal_all(p, sh, segments);
   const int32_t *aligned = sh.table(1), local = p.shape.local_experts(), first = p.call.coords[0] * local;
-  finish(p, status, shared + stream.count(), aligned[first + local] - aligned[first]);
+  finish(p, status, tasks, aligned[first + local] - aligned[first], segments.pairs());
 }
 
 __device__ void arrive(const RouteParams& p) {

@@ -14,9 +14,10 @@ namespace xf = xla::ffi;
 
 // The operands of both calls start alike; then come, in the backward call, the residuals and dY.
 enum Operand { kCoords, kX, kIds, kWeights, kGate, kUp, kDown, kSharedGate, kSharedUp, kSharedDown, kForwardOperands };
-// Results of the forward call: y, stats (3), residuals, and work space that only GPUs use.
+// Results of the forward call: y, stats (3), residuals; of the backward call: one gradient for each of x, the router's and
+// the experts' weights. Then, of both, work space that only GPUs use.
 constexpr size_t kSavedBuffers = 5, kWorkspace = 4 + kSavedBuffers, kForwardResults = kWorkspace + 1;
-constexpr size_t kBackwardOperands = kForwardOperands + kSavedBuffers + 1, kBackwardResults = 8;
+constexpr size_t kBackwardOperands = kForwardOperands + kSavedBuffers + 1, kBackwardResults = 9;
 
 inline xf::Error check_counts(const xf::RemainingArgs& in, size_t operands, const xf::RemainingRets& out,
                               size_t results) {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "call_frame.h"
+#include "cuda_backward.h"
 
 namespace mok::ffi {
 namespace {
@@ -48,18 +49,23 @@ Shape arena_shape(const xf::Dictionary& attributes) {
           number("hidden"), number("inter"), number("shared_inter"), number("max_rows")};
 }
 
-xf::ErrorOr<std::unique_ptr<CudaCall>> instantiate(xf::Dictionary attributes) {
+xf::ErrorOr<std::unique_ptr<CudaCall>> prepare(const xf::Dictionary& attributes, const char* main) {
   try {
     const CudaDriver* driver = CudaDriver::get();
     if (driver == nullptr) throw std::runtime_error("libcuda.so.1 cannot be loaded");
     const Shape s = arena_shape(attributes);
     CudaSeats& seats = seats_of_process(*driver);
     if (s.ranks > 1) seats.reserve(cuda_arena_layout(s), max_blocks(s, kCudaTiles));
-    return std::make_unique<CudaCall>(CudaCall{*driver, seats, process().load(s.hidden, s.inter, s.top_k, s.shared_inter)});
+    const bool save = attribute<int64_t>(attributes, "save") != 0;
+    return std::make_unique<CudaCall>(
+        CudaCall{*driver, seats, process().load(main, s.hidden, s.inter, s.top_k, s.shared_inter, save)});
   } catch (const std::exception& e) {
     return xf::Unexpected(xf::Error(xf::ErrorCode::kInternal, std::string("jax_mok: preparing a CUDA call failed: ") + e.what()));
   }
 }
+
+xf::ErrorOr<std::unique_ptr<CudaCall>> prepare_forward(xf::Dictionary attributes) { return prepare(attributes, "mok_forward"); }
+xf::ErrorOr<std::unique_ptr<CudaCall>> prepare_backward(xf::Dictionary attributes) { return prepare(attributes, "mok_backward"); }
 
 // The error that an earlier call of this GPU left behind, if any. A kernel cannot raise; the next call on the host does.
 Status take_failure(HostStatus* status) {
@@ -67,17 +73,34 @@ Status take_failure(HostStatus* status) {
   return {Code(code), int32_t(status->rank), status->value, status->extra};
 }
 
+// What a call needs before it can be launched.
+struct Place {
+  int32_t seat;
+  uint64_t generation;
+};
+
+xf::Error enter(CudaCall* site, xf::RunId run, int32_t device, const Shape& s, double timeout_s, Place* place) {
+  place->seat = site->seats.seat_of(device);
+  if (place->seat < 0)
+    return xf::Error(xf::ErrorCode::kInternal, "jax_mok: GPU " + std::to_string(device) + " was not there when the first call was made");
+  // a rank that raises must still take its place in the order of calls: its peers are in theirs
+  place->generation = s.ranks > 1 ? site->seats.enter(place->seat, run.run_id, site) : 0;
+  const Status left = take_failure(site->seats.host_status(place->seat));
+  return left.ok() ? xf::Error::Success() : to_error(left, s, timeout_s);
+}
+
+xf::Error launched(int failed) {
+  if (failed == 0) return xf::Error::Success();
+  return xf::Error(xf::ErrorCode::kInternal, "jax_mok: the CUDA driver refused a launch with error " + std::to_string(failed));
+}
+
 xf::Error forward(void* stream, xf::RunId run, int32_t device, CudaCall* site, xf::RemainingArgs in,
                   xf::RemainingRets out, xf::Dictionary attributes) {
   if (xf::Error e = check_counts(in, kForwardOperands, out, kForwardResults); e.failure()) return e;
   const Shape s = shape_of(in, attributes);
   const double timeout_s = attribute<double>(attributes, "timeout_s");
-  const int32_t seat = site->seats.seat_of(device);
-  if (seat < 0)
-    return xf::Error(xf::ErrorCode::kInternal, "jax_mok: GPU " + std::to_string(device) + " was not there when the first call was made");
-  // a rank that raises must still take its place in the order of calls: its peers are in theirs
-  const uint64_t generation = s.ranks > 1 ? site->seats.enter(seat, run.run_id, site) : 0;
-  if (const Status left = take_failure(site->seats.host_status(seat)); !left.ok()) return to_error(left, s, timeout_s);
+  Place place;
+  if (xf::Error e = enter(site, run, device, s, timeout_s, &place); e.failure()) return e;
   const CudaForward call{s,
                          timeout_s,
                          static_cast<const int32_t*>(data(in, kCoords)),
@@ -91,19 +114,47 @@ xf::Error forward(void* stream, xf::RunId run, int32_t device, CudaCall* site, x
                          static_cast<int32_t*>(data(out, 2)),
                          static_cast<int32_t*>(data(out, 3)),
                          data(out, kWorkspace)};
-  const int failed = launch_forward(site->driver, site->kernels, site->seats, seat, generation, call, stream,
-                                    site->seats.multiprocessors(seat));
-  if (failed)
-    return xf::Error(xf::ErrorCode::kInternal, "jax_mok: the CUDA driver refused a launch with error " + std::to_string(failed));
-  return xf::Error::Success();
+  return launched(launch_forward(site->driver, site->kernels, site->seats, place.seat, place.generation, call, stream,
+                                 site->seats.multiprocessors(place.seat)));
+}
+
+xf::Error backward(void* stream, xf::RunId run, int32_t device, CudaCall* site, xf::RemainingArgs in,
+                   xf::RemainingRets out, xf::Dictionary attributes) {
+  if (xf::Error e = check_counts(in, kBackwardOperands, out, kBackwardResults); e.failure()) return e;
+  const Shape s = shape_of(in, attributes);
+  const double timeout_s = attribute<double>(attributes, "timeout_s");
+  Place place;
+  if (xf::Error e = enter(site, run, device, s, timeout_s, &place); e.failure()) return e;
+  CudaBackward call{s,
+                    timeout_s,
+                    static_cast<const int32_t*>(data(in, kCoords)),
+                    data(in, kX),
+                    static_cast<const int32_t*>(data(in, kIds)),
+                    static_cast<const float*>(data(in, kWeights)),
+                    data(in, kGate), data(in, kUp), data(in, kDown),
+                    data(in, kSharedGate), data(in, kSharedUp), data(in, kSharedDown),
+                    {},
+                    data(in, kBackwardOperands - 1),
+                    data(out, 0), data(out, 1),
+                    data(out, 2), data(out, 3), data(out, 4), data(out, 5), data(out, 6), data(out, 7),
+                    data(out, kBackwardResults - 1)};
+  if (attribute<int64_t>(attributes, "save") != 0)
+    for (size_t i = 0; i < kSavedBuffers; ++i) call.saved[i] = data(in, kForwardOperands + i);
+  return launched(launch_backward(site->driver, site->kernels, site->seats, place.seat, place.generation, call, stream,
+                                  site->seats.multiprocessors(place.seat)));
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(kCudaInstantiate, instantiate, xf::Ffi::BindInstantiate().Attrs());
-XLA_FFI_DEFINE_HANDLER(kCudaForward, forward,
-                       xf::Ffi::Bind().Ctx<xf::PlatformStream<void*>>().Ctx<xf::RunId>().Ctx<xf::DeviceOrdinal>()
-                           .Ctx<xf::State<CudaCall>>().RemainingArgs().RemainingRets().Attrs());
+#define MOK_CUDA_EXECUTE(handler, function)                                                                      \
+  XLA_FFI_DEFINE_HANDLER(handler, function,                                                                      \
+                         xf::Ffi::Bind().Ctx<xf::PlatformStream<void*>>().Ctx<xf::RunId>().Ctx<xf::DeviceOrdinal>() \
+                             .Ctx<xf::State<CudaCall>>().RemainingArgs().RemainingRets().Attrs())
+
+XLA_FFI_DEFINE_HANDLER(kPrepareForward, prepare_forward, xf::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER(kPrepareBackward, prepare_backward, xf::Ffi::BindInstantiate().Attrs());
+MOK_CUDA_EXECUTE(kCudaForward, forward);
+MOK_CUDA_EXECUTE(kCudaBackward, backward);
 
 namespace {
 
@@ -127,8 +178,10 @@ int64_t cuda_held_bytes() {
 }
 
 std::vector<Handler> cuda_handlers() {
-  return {{"jax_mok_forward", reinterpret_cast<void*>(&with_registered_type<kCudaInstantiate>),
-           reinterpret_cast<void*>(&with_registered_type<kCudaForward>)}};
+  return {{"jax_mok_forward", reinterpret_cast<void*>(&with_registered_type<kPrepareForward>),
+           reinterpret_cast<void*>(&with_registered_type<kCudaForward>)},
+          {"jax_mok_backward", reinterpret_cast<void*>(&with_registered_type<kPrepareBackward>),
+           reinterpret_cast<void*>(&with_registered_type<kCudaBackward>)}};
 }
 
 }  // namespace mok::ffi

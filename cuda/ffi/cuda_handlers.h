@@ -11,7 +11,8 @@
 namespace mok::ffi {
 
 // Compiles and loads kernels; called when XLA instantiates a call, never while it runs. Throws std::exception.
-using CudaLoader = std::function<CudaKernels(int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter)>;
+using CudaLoader = std::function<CudaKernels(const char* main, int64_t hidden, int64_t inter, int64_t top_k,
+                                             int64_t shared_inter, bool save)>;
 
 // The loader, and the CUDA ordinals of the process's devices. Before any call.
 void set_cuda_loader(CudaLoader loader, std::function<std::vector<int>()> devices);

@@ -1,17 +1,14 @@
 // One rank's forward call on a GPU: work space, tensor maps, launches. Nothing is allocated, loaded or waited for.
 #pragma once
 
-#include "cuda_driver.h"
-#include "cuda_seats.h"
+#include "cuda_workspace.h"
 
 namespace mok::ffi {
 
-constexpr Tiles kCudaTiles = {/*block_m=*/128, /*inter_n=*/128, /*hidden_n=*/256, 0, 0, 0, /*lag=*/0};
-
-// Kernels of one shape, loaded on every device of the process.
+// Kernels of one pass and shape, loaded on every device of the process.
 struct CudaKernels {
   void* route;
-  void* forward;
+  void* main;  // of the forward pass or of the backward pass
 };
 
 // Device addresses, shapes as in MoE calls (core/types.h); outputs last.

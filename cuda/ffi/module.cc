@@ -11,6 +11,7 @@
 #include "../cpu/group.h"
 #include "../cpu/rank_call.h"
 #include "cpu_handlers.h"
+#include "cuda_backward.h"
 #include "cuda_handlers.h"
 
 namespace nb = nanobind;
@@ -49,9 +50,9 @@ void set_cuda_loader(nb::callable load, nb::callable devices) {
   auto* const loader = new nb::callable(std::move(load));
   auto* const lister = new nb::callable(std::move(devices));
   mok::ffi::set_cuda_loader(
-      [loader](int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter) {
+      [loader](const char* main, int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter, bool save) {
         return with_python([&] {
-          const auto found = nb::cast<nb::tuple>((*loader)(hidden, inter, top_k, shared_inter));
+          const auto found = nb::cast<nb::tuple>((*loader)(main, hidden, inter, top_k, shared_inter, save));
           auto pointer = [&](int i) { return reinterpret_cast<void*>(nb::cast<uintptr_t>(found[i])); };
           return mok::ffi::CudaKernels{pointer(0), pointer(1)};
         });
@@ -75,6 +76,20 @@ int launch_forward(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t gene
                                   seats, seat, generation, call, reinterpret_cast<void*>(stream), multiprocessors);
 }
 
+// The same of a backward call.
+int launch_backward(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t generation, std::pair<uintptr_t, uintptr_t> kernels,
+                    const std::vector<int64_t>& s, double timeout_s, const std::vector<uintptr_t>& b, uintptr_t stream,
+                    int multiprocessors) {
+  auto at = [&](size_t i) { return reinterpret_cast<void*>(b.at(i)); };
+  const mok::ffi::CudaBackward call{
+      shape_from(s), timeout_s, static_cast<int32_t*>(at(0)), at(1), static_cast<int32_t*>(at(2)), static_cast<float*>(at(3)),
+      at(4), at(5), at(6), at(7), at(8), at(9), {at(10), at(11), at(12), at(13), at(14)}, at(15), at(16), at(17), at(18),
+      at(19), at(20), at(21), at(22), at(23), at(24)};
+  return mok::ffi::launch_backward(*mok::ffi::CudaDriver::get(),
+                                   {reinterpret_cast<void*>(kernels.first), reinterpret_cast<void*>(kernels.second)},
+                                   seats, seat, generation, call, reinterpret_cast<void*>(stream), multiprocessors);
+}
+
 // (code, rank, value, extra) of the last failed call of a seat, which is then forgotten.
 std::vector<int64_t> take_failure(const mok::ffi::CudaSeats& seats, int32_t seat) {
   mok::HostStatus* const status = seats.host_status(seat);
@@ -91,8 +106,8 @@ NB_MODULE(_native, m) {
         "Foreign call name -> capsules by stage, for jax.ffi.register_ffi_target.");
   m.def("cuda_handlers", [] { return capsules(mok::ffi::cuda_handlers()); }, "The same for CUDA.");
   m.def("set_cuda_loader", &set_cuda_loader,
-        "Takes a function (hidden, inter, top_k, shared_inter) -> addresses of (route kernel, forward kernel), and one "
-        "that lists the CUDA ordinals of the process's devices.");
+        "Takes a function (main kernel's name, hidden, inter, top_k, shared_inter, save) -> addresses of (route kernel, "
+        "main kernel), and one that lists the CUDA ordinals of the process's devices.");
 
   m.def("padded_rows", [](const std::vector<int64_t>& shape) {
     return mok::padded_rows(shape_from(shape), mok::cpu::kTiles);
@@ -108,6 +123,9 @@ NB_MODULE(_native, m) {
   m.def("cuda_workspace_bytes", [](const std::vector<int64_t>& shape) {
     return mok::ffi::cuda_workspace_bytes(shape_from(shape));
   }, "Bytes of device memory that a forward call on a GPU works in.");
+  m.def("cuda_backward_bytes", [](const std::vector<int64_t>& shape, bool recompute) {
+    return mok::ffi::cuda_backward_bytes(shape_from(shape), recompute);
+  }, "The same of a backward call.");
   nb::class_<mok::ffi::CudaSeats>(m, "CudaSeats", "GPUs as seats of EP groups, with arenas of their own. For tests.")
       .def("__init__", [](mok::ffi::CudaSeats* self, const std::vector<int>& devices) {
         if (mok::ffi::CudaDriver::get() == nullptr) throw std::runtime_error("libcuda.so.1 cannot be loaded");
@@ -120,7 +138,8 @@ NB_MODULE(_native, m) {
       .def("bytes", &mok::ffi::CudaSeats::bytes)
       .def("memory", [](const mok::ffi::CudaSeats& seats, int32_t seat) { return reinterpret_cast<uintptr_t>(seats.memory(seat)); })
       .def("take_failure", &take_failure)
-      .def("launch_forward", &launch_forward);
+      .def("launch_forward", &launch_forward)
+      .def("launch_backward", &launch_backward);
 
   m.def("isa", [] { return std::string(mok::cpu::tile_ops(4).isa); }, "Instruction set of the tile kernels in use.");
   m.def("held_bytes", &mok::cpu::held_bytes, "Bytes that the arenas and scratch memory of the process take.");

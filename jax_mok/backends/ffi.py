@@ -184,8 +184,10 @@ def backward(
 ) -> tuple[Any, Any, Experts, Experts | None]:
     """Returns the gradients of ``x``, ``router_weights``, ``experts`` and ``shared``."""
     shared_or_empty = _shared_or_empty(call, shared, x)
-    likes = (x, router_weights, *experts, *shared_or_empty)
+    save = saved.rows.size > 0
+    workspace = jax.ShapeDtypeStruct((runtime.backward_bytes(call, backend, save=save),), jnp.uint8)
+    likes = (x, router_weights, *experts, *shared_or_empty, workspace)
     results = tuple(_varying.struct(a.shape, a.dtype, like=x) for a in likes)
     operands = _operands(call, x, expert_ids, router_weights, experts, shared_or_empty, saved, dy)
-    dx, dw, *grads = jax.ffi.ffi_call(BACKWARD, results)(*operands, **_attributes(call))
+    dx, dw, *grads, _ = jax.ffi.ffi_call(BACKWARD, results)(*operands, **_attributes(call), save=np.int64(save))
     return dx, dw, Experts(*grads[:3]), None if shared is None else Experts(*grads[3:])

@@ -63,6 +63,11 @@ def workspace_bytes(call: Call, backend: str) -> int:
     return native().cuda_workspace_bytes(shape_of(call)) if backend == "cuda" else 0
 
 
+def backward_bytes(call: Call, backend: str, *, save: bool) -> int:
+    """The same of a backward call; with ``save``, the forward call has kept the residuals."""
+    return native().cuda_backward_bytes(shape_of(call), not save) if backend == "cuda" else 0
+
+
 def arena_bytes(call: Call, backend: str) -> int:
     """Bytes of a rank's symmetric arena for this call."""
     if backend == "cuda":

@@ -24,9 +24,10 @@ def refusal() -> str | None:
     return None
 
 
-def macros(hidden: int, inter: int, top_k: int, shared_inter: int) -> dict[str, int]:
-    """The compile-time shape of the kernels; ``shared_inter`` = 0: no shared expert."""
-    return {"MOK_HIDDEN": hidden, "MOK_INTER": inter, "MOK_TOP_K": top_k, "MOK_SHARED_INTER": shared_inter}
+def macros(hidden: int, inter: int, top_k: int, shared_inter: int, save: bool = False) -> dict[str, int]:
+    """The compile-time shape of the kernels; ``shared_inter`` = 0: no shared expert; ``save``: residuals are kept."""
+    shape = {"MOK_HIDDEN": hidden, "MOK_INTER": inter, "MOK_TOP_K": top_k, "MOK_SHARED_INTER": shared_inter}
+    return shape | {"MOK_SAVE": int(save)}
 
 
 def devices() -> list[int]:
@@ -42,18 +43,18 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 
 @functools.cache
-def load(hidden: int, inter: int, top_k: int, shared_inter: int) -> tuple[int, int]:
-    """Compiles the kernels (or takes them from the cache) and loads them on every local GPU.
+def load(main: str, hidden: int, inter: int, top_k: int, shared_inter: int, save: bool) -> tuple[int, int]:
+    """Compiles the kernels of one pass (or takes them from the cache) and loads them on every local GPU.
 
-    Returns the addresses of the route kernel and of the forward kernel.
+    Returns the addresses of the route kernel and of the main kernel, "mok_forward" or "mok_backward".
     """
     from cuda.bindings import driver  # pyright: ignore
 
     _check(driver.cuInit(0))
     arch = _ARCH_OF[jax.local_devices(backend="gpu")[0].compute_capability]
-    shape = macros(hidden, inter, top_k, shared_inter)
+    shape = macros(hidden, inter, top_k, shared_inter, save)
     kernels = []
-    for name in jit.KERNELS:
+    for name in ("mok_route", main):
         library = _check(driver.cuLibraryLoadData(jit.cubin(name, arch, shape), [], [], 0, [], [], 0))
         kernels.append(_check(driver.cuLibraryGetKernel(library, name.encode())))
     shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -13,7 +13,11 @@ from typing import Any
 ARCHS = ("sm_90a",)
 """Architectures that have kernels."""
 
-KERNELS = {"mok_route": "device/route.cu", "mok_forward": "device/sm90/forward.cu"}
+KERNELS = {
+    "mok_route": "device/route.cu",
+    "mok_forward": "device/sm90/forward.cu",
+    "mok_backward": "device/sm90/backward.cu",
+}
 """Entry point -> source."""
 
 

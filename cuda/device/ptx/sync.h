@@ -11,6 +11,12 @@ __device__ inline uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
+// Volatile: asked for where it is used, it costs no register that must live through everything else.
+__device__ inline int lane_id() {
+  int r;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(r));
+  return r;
+}
 __device__ inline uint64_t nanoseconds() {
   uint64_t t;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
@@ -55,6 +61,11 @@ __device__ inline void send_words(uint32_t address, const uint32_t* v, uint32_t 
       "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(bar), "r"(cta)
       : "memory");
 }
+__device__ inline uint32_t load_shared(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
 __device__ inline void load_shared_v4(uint32_t address, uint32_t* v) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
@@ -89,6 +100,10 @@ __device__ inline uint32_t add_acquire_release_gpu(uint32_t* p, uint32_t v) {
 __device__ inline void add_release_gpu(uint32_t* p, uint32_t v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+__device__ inline void add_gpu(uint32_t* p, uint32_t v) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ inline void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ inline uint64_t load_acquire_sys(const uint64_t* p) {
   uint64_t v;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");

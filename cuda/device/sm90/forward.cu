@@ -58,7 +58,7 @@ struct ForwardStream {
   const ForwardParams& p;
 
   __device__ uint32_t* counter(int64_t word) const { return p.routes.counters + word; }
-  __device__ Counter words() const { return {p.max_pairs}; }
+  __device__ Counter words() const { return {p.max_pairs, p.local_experts}; }
 
   __device__ uint32_t count() const { return uint32_t(p.routes.totals[Total::tasks]); }
   __device__ uint32_t take() const { return atomicAdd(counter(Counter::ticket), 1u); }
@@ -89,6 +89,7 @@ struct ForwardStream {
   // Four blocks of 64 columns: gate, up, gate, up, or down. A CTA loads two of them for both, in a split pair all four.
   __device__ void load(const ForwardTask& t, int k, uint32_t cta, uint32_t stage, uint32_t bar) const {
     const int32_t column = k * kBlockK, tile = t.tile_of(cta);
+    barrier_expect(bar, kBytesStage);
     const TensorMap *rows, *even, *odd;
     if (t.shared()) {
       rows = t.down() ? &p.shared_hidden : &p.shared_rows;
@@ -111,7 +112,7 @@ struct ForwardStream {
 
   template <class Math>
   __device__ void multiply(Math& me, float (&acc)[128], const ForwardTask& t) const {
-    me.template multiply<Major::k, Major::mn>(acc, blocks(t));
+    me.multiply(blocks(t), [&](bool accumulate) { me.template multiply_block<Major::k, Major::mn>(acc, accumulate); });
   }
 
   // Columns past the last are clipped; a split pair's second tile may lie behind them altogether.
@@ -148,24 +149,17 @@ struct ForwardStream {
       const uint32_t all = p.routes.pair_split[pair] ? kDownSignals.split : kDownSignals.full;
       last = add_acquire_release_gpu(counter(counter_word), 1) + 1 == all;
     }
-    if (__any_sync(~0u, last)) flag_homes(pair, lane);
+    if (__any_sync(~0u, last) && pair < p.max_pairs - (kShared > 0 ? (p.tokens + 255) / 256 : 0)) flag_homes(p, pair, lane);
   }
+};
 
-  // The pair's results are complete: tells the ranks whose rows they are.
-  __device__ void flag_homes(int64_t pair, int lane) const {
-    if (pair >= p.max_pairs - (kShared > 0 ? (p.tokens + 255) / 256 : 0)) return;
-    const int32_t ranks = p.call.ranks, me = p.call.coords[0], expert = p.routes.pair_expert[pair];
-    const int32_t first = p.routes.pair_row[pair] - p.routes.segment_start[me * p.local_experts + expert];
-    const Source* sources = p.routes.sources + int64_t(expert) * ranks;
-    const int64_t flag = p.call.seat * p.max_blocks + p.routes.pair_row[pair] / kBlockM;
-    __threadfence_system();
-    for (int32_t r = lane; r < ranks; r += 32) {
-      const int32_t begin = r == 0 ? 0 : sources[r - 1].end;
-      if (r == me || begin >= sources[r].end || begin >= first + 2 * kBlockM || sources[r].end <= first) continue;
-      auto* flags = reinterpret_cast<uint64_t*>(p.routes.peers[r] + SeatMemory::row_flags);
-      store_release_sys(flags + flag, p.call.generation);
-    }
-  }
+struct ForwardHooks {
+  const ForwardParams& p;
+  __device__ void pulled(int64_t, int32_t, int32_t) const {}
+  __device__ void fetched(int32_t, int32_t, int32_t) const {}
+  __device__ float weight(int64_t slot) const { return p.router_weights[slot]; }
+  __device__ void summed(int64_t, int64_t) const {}
+  __device__ void failed(int64_t) const {}
 };
 
 }  // namespace mok::sm90
@@ -177,8 +171,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   const Shared sh{shared_address(memory)};
   const ForwardStream stream{p};
   const uint32_t cta = cluster_rank();
+  const ForwardHooks hooks{p};
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const mok::Movers movers{p, lane};
+  const mok::Movers<ForwardHooks> movers{p, hooks, lane};
   sh.init();
   if (warp < 4) {
     give_registers<kProducerRegisters>();

@@ -9,8 +9,9 @@
 //   Task task(ticket)
 //   bool ready(task)                               waits for what the task reads; false: the call has failed
 //   void acquire(task)                             the same for another thread, once ready() was true for the dealer
-//   int blocks(task)                               K blocks of 64
-//   void load(task, k, cta, stage, bar)            issues the loads of block k: kBytesA of A, then kBytesB of B
+//   int blocks(task)                               stages that the task takes: K blocks of 64, and what its store reads
+//   void load(task, k, cta, stage, bar)            tells bar the bytes of block k and issues its loads: kBytesA of A,
+//                                                  then kBytesB of B
 //   void multiply(math, acc, task)                 MathWarp::multiply with the operands' layouts
 //   void store(math, acc, task)                    MathWarp::store, and what to signal: math.pending
 //   void signal(pending, lane)                     called by a whole warp when its stores of a task are complete
@@ -106,7 +107,8 @@ __device__ void deal(const Stream& stream, const Shared& sh) {
   for (uint32_t parity = 1;; parity ^= 1) {
     barrier_wait(sh.task_empty(), parity);
     const uint32_t ticket = stream.take();
-    auto task = stream.task(ticket < tasks ? ticket : 0);
+    typename Stream::Task task = {};
+    if (ticket < tasks) task = stream.task(ticket);
     const bool go = ticket < tasks && stream.ready(task);
     if (!go) task.kind = Stream::kStop;
     uint32_t words[kTaskWords];
@@ -133,7 +135,6 @@ __device__ void produce(const Stream& stream, const Shared& sh, uint32_t cta) {
 #pragma unroll 1
     for (int k = 0; k < blocks; ++k) {
       barrier_wait(sh.empty(stage.slot), stage.parity ^ 1);
-      barrier_expect(sh.full(stage.slot), kBytesStage);
       stream.load(task, k, cta, sh.stage(stage.slot), sh.full(stage.slot));
       stage.advance();
     }
@@ -169,23 +170,36 @@ struct MathWarp {
     if (lane < kClusterCtas) barrier_arrive_at(sh.empty(s), lane);
   }
 
-  // acc[64 rows of the warpgroup, 256] = sum over `blocks` K blocks
+  // The next stage, of which the producer made something else than a K block; the caller releases it.
+  __device__ uint32_t next_stage() {
+    barrier_wait(sh.full(stage.slot), stage.parity);
+    const uint32_t s = stage.slot;
+    stage.advance();
+    return s;
+  }
+
+  // The operands of one K block: acc (+)= a b.
   template <Major kA, Major kB>
-  __device__ void multiply(float (&acc)[128], int blocks) {
-    const uint64_t a0 = descriptor(sh.stage(0) + (warp >> 2) * (kBytesA / 2), kA);
-    const uint64_t b0 = descriptor(sh.stage(0) + kBytesA, kB);
+  __device__ void multiply_block(float (&acc)[128], bool accumulate) const {
+    const uint64_t a = descriptor(sh.stage(stage.slot) + (warp >> 2) * (kBytesA / 2), kA);
+    const uint64_t b = descriptor(sh.stage(stage.slot) + kBytesA, kB);
     constexpr uint32_t kStepA = k_step(kA) >> 4, kStepB = k_step(kB) >> 4;
+    wgmma_fence();
+    wgmma_m64n256k16<kA, kB>(acc, a, b, accumulate);
+    wgmma_m64n256k16<kA, kB>(acc, a + kStepA, b + kStepB, true);
+    wgmma_m64n256k16<kA, kB>(acc, a + 2 * kStepA, b + 2 * kStepB, true);
+    wgmma_m64n256k16<kA, kB>(acc, a + 3 * kStepA, b + 3 * kStepB, true);
+    wgmma_commit();
+  }
+
+  // acc[64 rows of the warpgroup, 256] = sum over `blocks` K blocks; block(accumulate) is multiply_block.
+  template <class Block>
+  __device__ void multiply(int blocks, Block block) {
     uint32_t previous = 0;
 #pragma unroll 1
     for (int k = 0; k < blocks; ++k) {
       barrier_wait(sh.full(stage.slot), stage.parity);
-      wgmma_fence();
-      const uint64_t a = a0 + stage.slot * (kBytesStage >> 4), b = b0 + stage.slot * (kBytesStage >> 4);
-      wgmma_m64n256k16<kA, kB>(acc, a, b, k > 0);
-      wgmma_m64n256k16<kA, kB>(acc, a + kStepA, b + kStepB, true);
-      wgmma_m64n256k16<kA, kB>(acc, a + 2 * kStepA, b + 2 * kStepB, true);
-      wgmma_m64n256k16<kA, kB>(acc, a + 3 * kStepA, b + 3 * kStepB, true);
-      wgmma_commit();
+      block(k > 0);
       if (k > 0) {
         wgmma_wait<1>();
         release(previous);
@@ -199,31 +213,40 @@ struct MathWarp {
     flush();
   }
 
-  // 16 rows x 64 columns of this warp: registers -> swizzled shared memory -> TMA store at (column, row). pack(j, v)
-  // gives the two packed words of columns 8j .. 8j + 7 that this thread holds: rows lane / 4 and lane / 4 + 8.
-  template <class Pack>
-  __device__ void store(const TensorMap* map, int32_t column, int32_t row, bool valid, Pack pack) {
+  // Columns 8j .. 8j + 15 of 16 swizzled rows of 64 columns, two words for each 8 columns: rows lane / 4 and lane / 4 + 8.
+  __device__ void write_columns(uint32_t rows, int j, const uint32_t (&v)[4]) const {
+    const uint32_t at = rows + (lane & 15) * 128 + (((j + (lane >> 4)) ^ (lane & 7)) << 4);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3])
+                 : "memory");
+  }
+
+  // 16 rows x 64 columns of this warp: registers -> shared memory -> put(address), a TMA store. pack(j, v) gives the two
+  // words of columns 8j .. 8j + 7, as for write_columns.
+  template <class Put, class Pack>
+  __device__ void store(Put put, Pack pack) {
     if (lane == 0) bulk_wait_read<kStoreBuffers - 1>();
     __syncwarp();
     const uint32_t buf = sh.store_buffer(warp, buffer);
-    const uint32_t line = buf + (lane & 15) * 128;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
       uint32_t v[4];
       pack(j, v);
       pack(j + 1, v + 2);
-      const uint32_t at = line + (((j + (lane >> 4)) ^ (lane & 7)) << 4);
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]), "r"(v[1]),
-                   "r"(v[2]), "r"(v[3])
-                   : "memory");
+      write_columns(buf, j, v);
     }
     fence_async_shared();
     __syncwarp();
     if (lane == 0) {
-      if (valid) tma_store_2d(map, buf, column, row);
+      put(buf);
       bulk_commit();
     }
     buffer ^= 1;
+  }
+
+  template <class Pack>
+  __device__ void store(const TensorMap* map, int32_t column, int32_t row, bool valid, Pack pack) {
+    store([&](uint32_t from) { if (valid) tma_store_2d(map, from, column, row); }, pack);
   }
 };
 
@@ -232,7 +255,6 @@ template <class Stream>
 __device__ void compute(const Stream& stream, const Shared& sh, uint32_t cta, int warp, int lane) {
   MathWarp<Stream> me{stream, sh, cta, warp, lane};
   TaskSlot<Stream> slot{sh};
-  float acc[128];
   for (;;) {
     // Somebody may wait for my stores before the next task can come: don't sleep on it with a signal in the pocket.
     if (!slot.waiting()) me.flush();
@@ -240,6 +262,7 @@ __device__ void compute(const Stream& stream, const Shared& sh, uint32_t cta, in
     __syncwarp();
     if (lane == 0) slot.taken();
     if (task.kind == Stream::kStop) break;
+    float acc[128];
     stream.multiply(me, acc, task);
     stream.store(me, acc, task);
   }
