@@ -10,7 +10,12 @@ import jax
 
 from jax_mok.runtime import jit
 
-_DYNAMIC_SHARED_BYTES = {"mok_route": 34 * 1024 * 4 + 256, "mok_forward": 229376 + 256}  # as in ffi/cuda_launch.cc
+_MAIN_SHARED_BYTES = 229376 + 256  # as in ffi/cuda_workspace.h
+_DYNAMIC_SHARED_BYTES = {
+    "mok_route": 34 * 1024 * 4 + 256,
+    "mok_forward": _MAIN_SHARED_BYTES,
+    "mok_backward": _MAIN_SHARED_BYTES,
+}
 _ARCH_OF = {"9.0": "sm_90a"}
 
 
@@ -53,8 +58,8 @@ def load(main: str, hidden: int, inter: int, top_k: int, shared_inter: int, save
     _check(driver.cuInit(0))
     arch = _ARCH_OF[jax.local_devices(backend="gpu")[0].compute_capability]
     shape = macros(hidden, inter, top_k, shared_inter, save)
-    kernels = []
-    for name in ("mok_route", main):
+    names, kernels = ("mok_route", main), []
+    for name in names:
         library = _check(driver.cuLibraryLoadData(jit.cubin(name, arch, shape), [], [], 0, [], [], 0))
         kernels.append(_check(driver.cuLibraryGetKernel(library, name.encode())))
     shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -62,7 +67,7 @@ def load(main: str, hidden: int, inter: int, top_k: int, shared_inter: int, save
         handle = _check(driver.cuDeviceGet(ordinal))
         context = _check(driver.cuDevicePrimaryCtxRetain(handle))
         _check(driver.cuCtxPushCurrent(context))
-        for name, kernel in zip(jit.KERNELS, kernels, strict=True):
+        for name, kernel in zip(names, kernels, strict=True):
             _check(driver.cuKernelSetAttribute(shared, _DYNAMIC_SHARED_BYTES[name], kernel, handle))
             _check(driver.cuKernelGetFunction(kernel))  # loads it now, not at the first launch
         _check(driver.cuCtxPopCurrent())
