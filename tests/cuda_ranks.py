@@ -93,7 +93,7 @@ class _Call:
 
     def launch(self, order=None):
         self.of.generation += 1
-        for r in order or range(self.of.ranks):
+        for r in range(self.of.ranks) if order is None else order:
             if r in self.absent:
                 continue
             stream, part = int(self.of.streams[r]), self.of.multiprocessors

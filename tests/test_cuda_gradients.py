@@ -92,7 +92,7 @@ def test_many_calls_of_both_passes(ranks, P):
         ys.append(ranks(1).call(inputs).run()[0])
         grads.append(ranks(1).gradients(inputs).run())
     for i in range(100):
-        order = list(np.roll(range(P), i))
+        order = np.roll(range(P), i).tolist()
         forwards[i % 3].launch(order)
         backwards[(i + i // 7) % 3].launch(order)
         if i % 20 == 19:

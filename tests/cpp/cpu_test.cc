@@ -13,6 +13,7 @@ int main() {
   run("layout and protocol", test_layout_and_protocol);
   run("task stream", test_task_stream);
   run("pair stream", test_pair_stream);
+  run("backward tasks", test_backward_tasks);
   run("layer against oracle", test_layer);
   run("batch invariance", test_batch_invariance);
   run("bad ids", test_bad_ids);

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <tuple>
 
+#include "../../cuda/core/backward_tasks.h"
 #include "../../cuda/core/pairs.h"
 #include "check.h"
 
@@ -198,6 +200,56 @@ void test_pair_stream() {
         CHECK((second[{p, t}] > last), "a task waits only on earlier tasks");
       }
     }
+  }
+}
+
+// ---- the backward pass of the GPU kernels ----
+
+BackwardOrder random_order(Random& rnd, bool shared) {
+  const int32_t inter = int32_t(rnd.in(1, 12)), hidden = int32_t(rnd.in(1, 29));
+  const int32_t gate_up = rnd.in(0, 1) ? 0 : int32_t(rnd.in(1, 17)), pairs = int32_t(rnd.in(0, 70));
+  return {{gate_up, inter, hidden}, inter, hidden, pairs, int32_t(rnd.in(shared ? 0 : 1, shared ? 1 : 9)), shared};
+}
+
+void check_backward_order(const BackwardTasks& tasks, const BackwardOrder& order) {
+  using Tile = std::tuple<int32_t, int32_t, int32_t, int32_t>;  // kind, pair or expert, m, n
+  std::map<Tile, int32_t> at;
+  for (int32_t i = 0; i < tasks.count(); ++i) {
+    const BackwardTask t = tasks.task(i);
+    if (t.shared != order.shared) continue;
+    CHECK(at.emplace(Tile{int32_t(t.kind), t.of, t.m, t.n}, i).second, "every tile once");
+  }
+  CHECK(int32_t(at.size()) == order.row_tasks() + order.weight_tasks(), "as many as are counted");
+  int32_t last_row = -1;
+  for (int32_t pair = 0; pair < order.pairs; ++pair) {
+    int32_t before = -1;
+    for (int32_t kind = 0; kind < BackwardOrder::kRowKinds; ++kind) {
+      int32_t last = before;
+      for (int32_t n = 0; n < order.tiles[kind]; ++n) {
+        CHECK((at.count({kind, pair, 0, n}) == 1), "all column tiles");
+        CHECK((at[{kind, pair, 0, n}] > before), "a task waits only on earlier tasks");
+        last = std::max(last, at[{kind, pair, 0, n}]);
+      }
+      before = last;
+    }
+    last_row = std::max(last_row, before);
+  }
+  for (int32_t e = 0; e < order.experts; ++e)
+    for (int32_t i = 0; i < order.inter_tiles; ++i)
+      for (int32_t h = 0; h < order.hidden_tiles; ++h)
+        for (auto [kind, m, n] : {std::tuple{BackwardKind::down_wgrad, i, h}, std::tuple{BackwardKind::gate_wgrad, h, i},
+                                  std::tuple{BackwardKind::up_wgrad, h, i}}) {
+          CHECK((at.count({int32_t(kind), e, m, n}) == 1), "all tiles of a weight gradient");
+          CHECK((at[{int32_t(kind), e, m, n}] > last_row), "after the rows");
+        }
+}
+
+void test_backward_tasks() {
+  Random rnd(7);
+  for (int trial = 0; trial < 200; ++trial) {
+    const BackwardTasks tasks{random_order(rnd, true), random_order(rnd, false)};
+    check_backward_order(tasks, tasks.shared);
+    check_backward_order(tasks, tasks.routed);
   }
 }
 

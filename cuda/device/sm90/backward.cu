@@ -12,7 +12,7 @@
 // No operand is transposed in memory: wgmma reads weights and rows along K or across it. Every output element has one
 // owner, which sums its products in one order; padding rows are zeros all the way.
 #include "../backward_params.h"
-#include "../backward_tasks.h"
+#include "../../core/backward_tasks.h"
 #include "../movers.h"
 #include "pipeline.h"
 

@@ -8,7 +8,7 @@
 // Weight gradients go in panels of 8 tiles of I by all of H: 66 clusters at work then read about 8 + 8 tiles' operands.
 #pragma once
 
-#include "../core/types.h"
+#include "types.h"
 
 namespace mok {
 
