@@ -138,15 +138,16 @@ def _describe(
 ) -> CallInfo:
     ranks, experts, max_rows = (int(attributes[k]) for k in ("ranks", "experts", "max_rows"))
     element, slots = _ELEMENT_BYTES[dtype], tokens * top_k
-    backward, recompute = target == BACKWARD, attributes["residuals"] == "recompute"
+    backward, saved = target == BACKWARD, int(attributes.get("save", "0")) != 0
+    recompute = backward and not saved
     products = 6 if not backward else 12 + (4 if recompute else 0)
     remote = slots * (ranks - 1) // ranks
     # a row each way, and on the way back its gradient of the router weight; routes are negligible
-    rows_moved = 2 + (1 if backward and recompute else 0)
+    rows_moved = 2 + (1 if recompute else 0)
     shape = (ranks, experts, top_k, element, tokens, hidden, inter, shared_inter, max_rows)
     native = None if runtime.load_error() else runtime.native()
     kept = 0
-    if not backward and int(attributes.get("save", "0")) and native is not None:
+    if not backward and saved and native is not None:
         kept = native.padded_rows(shape) * (hidden + 2 * inter) * element + tokens * 2 * shared_inter * element
     return CallInfo(
         target=target,
