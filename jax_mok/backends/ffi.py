@@ -114,9 +114,11 @@ def _shared_or_empty(call: Call, shared: Experts | None, like: Any) -> Experts:
     return _varying.vary_over(Experts(wide, wide, wide.T), _varying.axes_of(like))
 
 
-def _even_widths(call: Call, x: Any, experts: Experts, shared: Experts) -> tuple[Call, Any, Experts, Experts]:
+def _even_widths(
+    call: Call, experts: Experts, shared: Experts, *tokens: Any
+) -> tuple[Call, Experts, Experts, list[Any]]:
     """The same layer with H, I and I_s padded by zeros to multiples of 8, for kernels that move 16 bytes at a time.
-    Costs a copy of the weights, and nothing where the widths already fit."""
+    Costs a copy of the weights, and nothing where the widths already fit. ``tokens``: arrays ``[T, H]``."""
 
     def up(n: int) -> int:
         return -n % _CUDA_WIDTH
@@ -131,7 +133,8 @@ def _even_widths(call: Call, x: Any, experts: Experts, shared: Experts) -> tuple
     wide = dataclasses.replace(
         call, hidden=H + up(H), inter=inter + up(inter), shared_inter=shared_inter + up(shared_inter)
     )
-    return wide, pad(x, call.tokens * _CUDA_WIDTH, H), pad_experts(experts, inter), pad_experts(shared, shared_inter)
+    padded = [pad(a, call.tokens * _CUDA_WIDTH, H) for a in tokens]
+    return wide, pad_experts(experts, inter), pad_experts(shared, shared_inter), padded
 
 
 def forward(
@@ -141,7 +144,7 @@ def forward(
     hidden = call.hidden
     shared = _shared_or_empty(call, shared, x)
     if backend == "cuda":
-        call, x, experts, shared = _even_widths(call, x, experts, shared)
+        call, experts, shared, [x] = _even_widths(call, experts, shared, x)
     rows = runtime.padded_rows(call) if save else 0
     tokens = call.tokens if save else 0
     width = call.inter
@@ -183,11 +186,15 @@ def backward(
     dy: Any,
 ) -> tuple[Any, Any, Experts, Experts | None]:
     """Returns the gradients of ``x``, ``router_weights``, ``experts`` and ``shared``."""
-    shared_or_empty = _shared_or_empty(call, shared, x)
+    narrow = (x, router_weights, *experts, *_shared_or_empty(call, shared, x))
+    wide_experts, wide_shared = experts, Experts(*narrow[5:])
+    if backend == "cuda":
+        call, wide_experts, wide_shared, [x, dy] = _even_widths(call, wide_experts, wide_shared, x, dy)
     save = saved.rows.size > 0
     workspace = jax.ShapeDtypeStruct((runtime.backward_bytes(call, backend, save=save),), jnp.uint8)
-    likes = (x, router_weights, *experts, *shared_or_empty, workspace)
+    likes = (x, router_weights, *wide_experts, *wide_shared, workspace)
     results = tuple(_varying.struct(a.shape, a.dtype, like=x) for a in likes)
-    operands = _operands(call, x, expert_ids, router_weights, experts, shared_or_empty, saved, dy)
-    dx, dw, *grads, _ = jax.ffi.ffi_call(BACKWARD, results)(*operands, **_attributes(call), save=np.int64(save))
+    operands = _operands(call, x, expert_ids, router_weights, wide_experts, wide_shared, saved, dy)
+    *wide, _ = jax.ffi.ffi_call(BACKWARD, results)(*operands, **_attributes(call), save=np.int64(save))
+    dx, dw, *grads = (g[tuple(map(slice, a.shape))] for g, a in zip(wide, narrow, strict=True))
     return dx, dw, Experts(*grads[:3]), None if shared is None else Experts(*grads[3:])
