@@ -20,7 +20,6 @@ RESIDUAL_NAMES: Final = ("jax_mok_output", "jax_mok_rows", "jax_mok_gate", "jax_
 ``residuals="save"``), ``jax.checkpoint`` does not run the layer's forward call a second time."""
 
 _OUTPUT, _ROWS, _GATE, _UP = RESIDUAL_NAMES
-_KEEPS_RESIDUALS = ("cpu",)
 
 
 def apply(call: Call, backend: str, args: tuple[Any, Any, Any, Experts, Experts | None]) -> tuple[jax.Array, RawStats]:
@@ -49,7 +48,7 @@ def _forward(
     x, expert_ids, router_weights, experts, shared = _guard.first_order_only(
         (x, expert_ids, router_weights, experts, shared)
     )
-    save = call.config.residuals == "save" and backend in _KEEPS_RESIDUALS
+    save = call.config.residuals == "save"
     y, stats, saved = ffi.forward(call, backend, x, expert_ids, router_weights, experts, shared, save=save)
     y = checkpoint_name(y, _OUTPUT)
     if save:

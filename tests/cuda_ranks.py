@@ -33,14 +33,15 @@ class Ranks:
         self.seats = runtime.native().CudaSeats([0] * ranks)
         self.streams = [_check(driver.cuStreamCreate(1)) for _ in range(ranks)]
         self.generation = 0
+        self.acknowledged = None  # the last failure that is known; None: all that there were
 
-    def call(self, inputs, *, capacity=None, timeout_s=20.0, absent=(), group=0):
+    def call(self, inputs, **options):
         """A call that is ready to run: ``inputs`` are those of the whole batch, split among the ranks."""
-        return Forward(self, inputs, capacity=capacity, timeout_s=timeout_s, absent=absent, group=group)
+        return Forward(self, inputs, **options)
 
-    def gradients(self, inputs, *, capacity=None, timeout_s=20.0, absent=(), group=0):
-        """The same of a backward call."""
-        return Backward(self, inputs, capacity=capacity, timeout_s=timeout_s, absent=absent, group=group)
+    def gradients(self, inputs, **options):
+        """The same of a backward call; ``saved``: the forward call that has kept residuals."""
+        return Backward(self, inputs, **options)
 
     def wait(self):
         for stream in self.streams:
@@ -60,17 +61,17 @@ def _poisoned(*shape, dtype):
 class _Call:
     kernel: str
 
-    def __init__(self, of: Ranks, inputs, *, capacity, timeout_s, absent, group):
+    def __init__(self, of, inputs, *, capacity=None, timeout_s=20.0, absent=(), group=0, save=False, saved=None):
         x, ids, weights, experts, shared, dy = inputs
         P = of.ranks
-        self.of, self.timeout_s, self.absent = of, timeout_s, absent
+        self.of, self.timeout_s, self.absent, self.save, self.saved = of, timeout_s, absent, save, saved
         T, (E, H, inter), K = x.shape[0] // P, experts.gate.shape, ids.shape[1]
         self.has_shared = shared is not None
         width = shared.gate.shape[1] if self.has_shared else 0
         rows = T * P * K if capacity is None else capacity
         self.shape = [P, E, K, 2, T, H, inter, width, rows]
         of.seats.reserve(self.shape)
-        self.kernels = cuda.load(self.kernel, H, inter, K, width, False)
+        self.kernels = cuda.load(self.kernel, H, inter, K, width, save or saved is not None)
         self.buffers = []
         for r in range(P):
             mine = slice(r * T, (r + 1) * T)
@@ -81,11 +82,11 @@ class _Call:
                 *(jnp.array(w[local]) for w in experts),
                 *map(jnp.array, shared or experts),
             ]
-            self.buffers.append(operands + self.results_and_workspace(operands, jnp.array(dy[mine])))
+            self.buffers.append(operands + self.results_and_workspace(r, operands, jnp.array(dy[mine])))
         jax.block_until_ready(self.buffers)
         self.addresses = [[0 if b is None else b.unsafe_buffer_pointer() for b in bs] for bs in self.buffers]
 
-    def results_and_workspace(self, operands, dy) -> list:
+    def results_and_workspace(self, rank, operands, dy) -> list:
         raise NotImplementedError
 
     def start(self, rank, *args):
@@ -97,7 +98,8 @@ class _Call:
             if r in self.absent:
                 continue
             stream, part = int(self.of.streams[r]), self.of.multiprocessors
-            args = (self.kernels, self.shape, self.timeout_s, self.addresses[r], stream, part)
+            known = self.of.generation - 1 if self.of.acknowledged is None else self.of.acknowledged
+            args = (known, self.kernels, self.shape, self.timeout_s, self.addresses[r], stream, part)
             error = self.start(r, self.of.generation, *args)
             assert error == 0, error
         return self
@@ -119,14 +121,17 @@ class _Call:
 class Forward(_Call):
     kernel = "mok_forward"
 
-    def results_and_workspace(self, operands, dy):
-        P, E = self.shape[:2]
+    def results_and_workspace(self, rank, operands, dy):
+        P, E, _, _, T, H, inter, width, _ = self.shape
+        rows = runtime.native().cuda_padded_rows(self.shape)
+        sizes = [(rows, H), (rows, inter), (rows, inter), (T, max(width, 8)), (T, max(width, 8))]
         return [
             _poisoned(*dy.shape, dtype=jnp.bfloat16),
             jnp.full(E, -7, jnp.int32),
             jnp.full(P, -7, jnp.int32),
             jnp.full((), -7, jnp.int32),
-            jnp.full(runtime.native().cuda_workspace_bytes(self.shape), 255, jnp.uint8),
+            jnp.full(runtime.native().cuda_workspace_bytes(self.shape, self.save), 255, jnp.uint8),
+            *(_poisoned(*size, dtype=jnp.bfloat16) if self.save else None for size in sizes),
         ]
 
     def start(self, rank, *args):
@@ -141,10 +146,10 @@ class Forward(_Call):
 class Backward(_Call):
     kernel = "mok_backward"
 
-    def results_and_workspace(self, operands, dy):
-        workspace = runtime.native().cuda_backward_bytes(self.shape, True)
+    def results_and_workspace(self, rank, operands, dy):
+        workspace = runtime.native().cuda_backward_bytes(self.shape, self.saved is None)
         return [
-            *[None] * 5,  # nothing was saved
+            *([None] * 5 if self.saved is None else self.saved.buffers[rank][15:20]),
             dy,
             _poisoned(*dy.shape, dtype=jnp.bfloat16),
             _poisoned(*operands[3].shape, dtype=jnp.float32),

@@ -51,6 +51,14 @@ def test_gradients(T, H, I, E, K, shared):
     assert_accurate(run_layer(inputs, None, CUDA), oracle(inputs), "bfloat16")
 
 
+def test_saved_and_recomputed_residuals_give_the_same_bits():
+    inputs = make_inputs(300, 264, 136, 12, 3, dtype="bfloat16", shared=72)
+    saved, recomputed = (
+        run_layer(inputs, None, mok.MoEConfig(backend="cuda", residuals=mode)) for mode in ("save", "recompute")
+    )
+    assert_same_bits(saved, recomputed)
+
+
 def test_the_same_bits_beside_other_work():
     inputs = make_inputs(2048, 1024, 512, 32, 8, dtype="bfloat16")
     step = forward(inputs)

@@ -75,6 +75,16 @@ def test_many_slots_a_token(ranks):
         check(oracle(inputs), ranks(P).gradients(inputs).run())
 
 
+@pytest.mark.parametrize("P", RANKS)
+def test_saved_residuals_give_the_same_bits(ranks, P):
+    inputs = with_odd_weights(make_inputs(1540, 512, 264, 16, 6, dtype="bfloat16", shared=200))
+    want_y, _ = ranks(P).call(inputs).run()
+    want = ranks(P).gradients(inputs).run()
+    forward = ranks(P).call(inputs, save=True)
+    assert_same_bits(forward.run()[0], want_y)
+    assert_same_bits(ranks(P).gradients(inputs, saved=forward).run(), want)
+
+
 def test_one_cluster_is_enough(ranks):
     inputs = make_inputs(512, 256, 136, 8, 4, dtype="bfloat16", shared=64)
     want = ranks(1).gradients(inputs).run()

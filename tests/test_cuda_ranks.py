@@ -1,5 +1,7 @@
 """The CUDA kernels with several EP ranks, all on one GPU: exchange, bits for any number of ranks, faults."""
 
+import time
+
 import numpy as np
 import pytest
 from layer_cases import assert_same_bits, make_inputs, oracle, rel_l2
@@ -148,3 +150,40 @@ def test_a_rank_that_comes_too_late(ranks):
     call.run()
     assert_failed(of, call, TIMEOUT, 1)
     check(inputs, *of.call(inputs).run(), 2)
+
+
+@pytest.mark.parametrize("P", RANKS[1:])
+def test_calls_queued_behind_a_failure_end_with_it(ranks, P):
+    good, bad = (make_inputs(256, 256, 128, 8, 2, dtype="bfloat16", seed=3) for _ in range(2))
+    bad.ids[-1, 1] = 8
+    of = ranks(P)
+    calls = [of.call(inputs) for inputs in (bad, good, good)]
+    of.acknowledged = of.generation  # the host has not heard of what will go wrong
+    start = time.monotonic()
+    for call in calls:
+        call.launch()
+    of.wait()
+    assert time.monotonic() - start < 5
+    for call in calls:
+        y, stats = call.results()
+        assert np.isnan(np.asarray(y, np.float32)).all()
+        assert all(s[2] != 0 for s in stats)
+    assert all(f[:2] == (BAD_ID, P - 1) for f in of.failures())  # the first failure is the one that is told
+    of.acknowledged = None
+    check(good, *calls[1].run(), P)
+
+
+def test_a_rank_that_misses_a_call_and_comes_to_the_next(ranks):
+    inputs = make_inputs(256, 256, 128, 8, 2, dtype="bfloat16")
+    of = ranks(2)
+    first, second = of.call(inputs, timeout_s=0.5, absent=(1,)), of.call(inputs)
+    of.acknowledged = of.generation
+    start = time.monotonic()
+    first.launch()
+    second.launch()
+    of.wait()
+    assert time.monotonic() - start < 5
+    assert np.isnan(np.asarray(second.results()[0], np.float32)).all()
+    assert of.failures()[0][:2] == (TIMEOUT, 1)
+    of.acknowledged = None
+    check(inputs, *second.run(), 2)

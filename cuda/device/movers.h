@@ -37,6 +37,7 @@ __device__ inline void flag_homes(const MoverParams& p, int64_t pair, int lane) 
   const int32_t first = p.routes.pair_row[pair] - p.routes.segment_start[me * p.local_experts + expert];
   const Source* sources = p.routes.sources + int64_t(expert) * ranks;
   const int64_t flag = p.call.seat * p.max_blocks + p.routes.pair_row[pair] / 128;
+  __syncwarp();
   __threadfence_system();
   for (int32_t r = lane; r < ranks; r += 32) {
     const int32_t begin = r == 0 ? 0 : sources[r - 1].end;
@@ -88,11 +89,16 @@ struct Movers {
     __threadfence();
     __syncwarp();
   }
-  // The last read of a peer's memory in this call lets the peers leave it.
+  // The last read of a peer's memory in this call lets the peers leave it. If one has left before, by failing, what was
+  // read of it may be of its next call.
   __device__ void count_read() const {
     if (ranks() == 1 || lane != 0) return;
     const uint32_t chunks = uint32_t(p.routes.totals[Total::rows] / kChunkRows + p.routes.totals[Total::back_chunks]);
-    if (add_acquire_release_gpu(counter(Counter::read), 1) + 1 == chunks) tell_all(p.call, SeatFlag::finished, p.call.generation);
+    if (add_acquire_release_gpu(counter(Counter::read), 1) + 1 != chunks) return;
+    __threadfence_system();
+    for (int32_t r = 0; r < ranks(); ++r)
+      if (!still_here(p.call, r, p.routes.peer_seats[r])) return give_up(p.call, Wait::failure, r);
+    tell_all(p.call, SeatFlag::finished, p.call.generation);
   }
 
   // ---- pull ----
@@ -295,21 +301,34 @@ struct Movers {
 
   // ---- leave ----
 
-  // One warp: the call is over when every peer has read what it needs of this rank's rows. Ranks leave together, so they
-  // all succeed or all fail.
+  // One warp: the call is over when every peer has read what it needs of this rank's rows. Ranks leave together, also a
+  // call that all of them have judged to fail. Whoever fails alone takes its place back, so that a peer that still is in
+  // the call does not take what it reads from now on for this call's.
   __device__ void leave() const {
     auto* copy = reinterpret_cast<uint32_t*>(p.call.seat_memory[p.call.seat] + SeatMemory::copy_words);
     if (lane < 2) copy[lane] = 0;  // the routing kernel is over; the next one finds them zero
-    bool ok = !has_failed(p.call);
-    if (ok && lane == 0 && p.routes.totals[Total::rows] + p.routes.totals[Total::back_chunks] == 0)
+    const bool judged = p.routes.totals[Total::judged] != 0;
+    bool ok = judged || !has_failed(p.call);
+    if (ok && lane == 0 && (judged || p.routes.totals[Total::rows] + p.routes.totals[Total::back_chunks] == 0))
       tell_all(p.call, SeatFlag::finished, p.call.generation);
-    for (int32_t r = lane; r < ranks() && ok; r += 32)
-      ok = wait_until(p.call, Wait::finish, r, [&] {
-        return heard(p.call, SeatFlag::finished, p.routes.peer_seats[r]) >= p.call.generation;
-      });
+    for (int32_t r = lane; r < ranks() && ok; r += 32) ok = wait_finished(r, judged);
     if (__all_sync(~0u, ok)) return;
     while (load_acquire_gpu(counter(Counter::combined)) < p.tokens) __nanosleep(1000);
     for (int64_t token = 0; token < p.tokens; ++token) fill_nan(token);
+    if (lane == 0) tell_all(p.call, SeatFlag::arrived, pack_place(p.call.generation, kNoPlace));
+  }
+  __device__ bool wait_finished(int32_t rank, bool judged) const {
+    auto finished = [&] {
+      return heard(p.call, SeatFlag::finished, p.routes.peer_seats[rank]) >= p.call.generation;
+    };
+    // who still waits for rows knows better whom to blame
+    if (!judged) return wait_until(p.call, Wait::finish, rank, finished, 2);
+    const uint64_t start = nanoseconds();  // the call has failed, and that is no reason to leave
+    while (!finished()) {
+      if (!still_here(p.call, rank, p.routes.peer_seats[rank])) return finished();
+      if (nanoseconds() - start > p.call.deadline_ns) return false;
+    }
+    return true;
   }
 };
 

@@ -15,12 +15,14 @@ constexpr int32_t kMaxSeats = 128;
 struct SeatMemory {
   static constexpr int64_t flags = 0;
   static constexpr int64_t copy_words = 32 << 10;       // tickets taken, pieces done of the copy of x; zero between calls
+  static constexpr int64_t last_failed = copy_words + 64;  // generation of this seat's last call that failed
   static constexpr int64_t row_flags = 64 << 10;        // [seats, row blocks] generations
   static constexpr int64_t rows = int64_t{4} << 30;
   static constexpr int64_t address_range = int64_t{1} << 40;
 };
 struct SeatFlag {
-  // arrived: generation and place in the group, see pack_place. The others are generations, or pack_abort's word.
+  // arrived: generation and place in the group, see pack_place; no place any more once a failed call is left.
+  // aborted: see pack_group_abort. The others are generations.
   static constexpr int32_t arrived = 0, published = 1, finished = 2, aborted = 3, kinds = 4;
   MOK_HD static int64_t offset(int32_t kind, int32_t writer) { return (int64_t{kind} * kMaxSeats + writer) * 8; }
 };
@@ -30,6 +32,19 @@ static_assert(SeatFlag::kinds * kMaxSeats * 8 <= SeatMemory::copy_words, "flag w
 MOK_HD uint64_t pack_place(uint64_t generation, int64_t place) { return (generation << 24) | uint64_t(place & 0xffffff); }
 MOK_HD uint64_t place_generation(uint64_t word) { return word >> 24; }
 MOK_HD int64_t place_of(uint64_t word) { return int64_t(word & 0xffffff); }
+constexpr int64_t kNoPlace = 0xffffff;
+
+// The protocol's abort word with the group in it, modulo 1024: seats hear of all groups.
+MOK_HD uint64_t pack_group_abort(uint64_t generation, Wait wait, int32_t culprit, int32_t group) {
+  return pack_abort(generation, wait, culprit | (group & 1023) << 10);
+}
+MOK_HD int32_t abort_group(uint64_t word) { return int32_t(word >> 10) & 1023; }
+MOK_HD Status group_abort_status(uint64_t word) {
+  Status s = abort_status(word);
+  s.rank &= 1023;
+  return s;
+}
+static_assert(kMaxSeats <= 1024, "ranks fit beside the group");
 
 // Why a call failed, in host memory that the device writes: the code last.
 struct HostStatus {
@@ -37,13 +52,16 @@ struct HostStatus {
   int64_t rank;
   int64_t value;
   int64_t extra;
+  uint64_t generation;
 };
 
 // What every part of a call knows of it. Seats are absent for a group of one.
 struct CallState {
   uint64_t generation;
+  uint64_t acknowledged;     // failures up to this generation have been raised
   uint64_t deadline_ns;      // a wait longer than this fails the call
   uint32_t* failed;          // 1 = the call has failed
+  int32_t* status;           // the call's result: how it ended
   HostStatus* host_status;
   const int32_t* coords;     // [2] rank, group
   int32_t ranks;
@@ -76,6 +94,7 @@ struct RouteTables {
   uint64_t* slot_result;  // [T * K] address of the slot's result, once it is there; 0 = no expert
   int32_t* token_order;   // [T] tokens as their results will be complete, about
   int32_t* list_start;    // [E + 1] where each expert starts in `sorted`
+  int32_t* counts;        // [P, E] slots of each rank; only with peers
   int32_t* row_shift;     // [E] place in `sorted` + shift = row at the owner
   int32_t* segment_start; // [E] first row of the expert at its owner
   int32_t* back_chunk;    // [E + 1] first chunk of results to fetch; expert order of back_expert()
@@ -90,7 +109,7 @@ struct RouteTables {
   uint32_t* counters;     // see Counter
 };
 struct Total {
-  static constexpr int32_t tasks = 0, rows = 1, back_chunks = 2, pairs = 3, count = 4;
+  static constexpr int32_t tasks = 0, rows = 1, back_chunks = 2, pairs = 3, judged = 4, count = 5;  // judged: all ranks fail alike
 };
 
 // Rows that a mover warp takes at a time.
@@ -143,7 +162,6 @@ struct RouteParams {
   const float* router_weights;   // [T, K], if peers want them
   int32_t* tokens_per_expert;    // [E]
   int32_t* rows_per_rank;        // [P]
-  int32_t* status;
   int64_t max_pairs;
 };
 
@@ -170,6 +188,7 @@ struct MoverParams {
 struct ForwardParams : MoverParams {
   TensorMap rows, gate, up, hidden, hidden_out, down, y_out;
   TensorMap shared_rows, shared_gate, shared_up, shared_hidden, shared_hidden_out, shared_down, shared_y_out;
+  TensorMap save_gate, save_up, save_shared_gate, save_shared_up;  // g and u for the backward pass, if it wants them
 };
 
 }  // namespace mok

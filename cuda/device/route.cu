@@ -69,7 +69,8 @@ __device__ void prefix(int32_t* out, int32_t n, RouteWords& words, Value value) 
 
 // ---- the sorted list ----
 
-// Slots of one warp of the cluster, 32 at a time and in order; each lane learns how many earlier lanes have its expert.
+// Slots of one warp of the cluster, 32 at a time and in order; each lane learns which lanes have its expert, and how many
+// of them are earlier.
 template <class Visit>
 __device__ void for_each_slot(const RouteParams& p, uint32_t cta, Visit visit) {
   constexpr int kAhead = 8;  // loads in flight
@@ -84,7 +85,7 @@ __device__ void for_each_slot(const RouteParams& p, uint32_t cta, Visit visit) {
     for (int i = 0; i < kAhead; ++i) {
       const int64_t slot = base + 32 * i + lane;
       const uint32_t same = __match_any_sync(~0u, ids[i]);
-      if (slot < end) visit(slot, ids[i], __popc(same & ((1u << lane) - 1)), __popc(same));
+      if (slot < end) visit(slot, ids[i], __popc(same & ((1u << lane) - 1)), same);
       __syncwarp();
     }
   }
@@ -94,9 +95,9 @@ __device__ void count(const RouteParams& p, const RouteShared& sh, RouteWords& w
   int32_t* mine = sh.count(threadIdx.x >> 5);
   for (int e = threadIdx.x & 31; e < sh.experts; e += 32) mine[e] = 0;
   __syncwarp();
-  for_each_slot(p, cta, [&](int64_t slot, int32_t id, int before, int same) {
+  for_each_slot(p, cta, [&](int64_t slot, int32_t id, int before, uint32_t same) {
     if (id >= 0 && id < sh.experts) {
-      if (before == 0) mine[id] += same;
+      if (before == 0) mine[id] += __popc(same);
     } else if (id != -1) {
       atomicMin(&words.bad, int32_t(slot));
     }
@@ -139,14 +140,14 @@ __device__ void place_slots(const RouteParams& p, const RouteShared& sh, uint32_
   float* weights = nullptr;  // for peers
   if (p.shape.ranks > 1 && p.router_weights != nullptr)
     weights = reinterpret_cast<float*>(p.call.seat_memory[p.call.seat] + SeatMemory::rows + p.layout.weights);
-  for_each_slot(p, cta, [&](int64_t slot, int32_t id, int before, int same) {
+  for_each_slot(p, cta, [&](int64_t slot, int32_t id, int before, uint32_t same) {
     const bool real = id >= 0 && id < sh.experts;
     const int32_t place = real ? sh.first()[id] + next[id] + before : -1;
     if (real) p.routes.sorted[place] = int32_t(slot);
     p.routes.slot_place[slot] = place;
     if (weights != nullptr) weights[slot] = p.router_weights[slot];
-    __syncwarp(__activemask());
-    if (real && before == 0) next[id] += same;
+    __syncwarp(same);
+    if (real && before == 0) next[id] += __popc(same);
   });
 }
 
@@ -172,7 +173,7 @@ __device__ void for_each_token(const RouteParams& p, uint32_t cta, Visit visit) 
     const int64_t token = base + lane;
     const int32_t age = token < end ? age_of(p, token) : -1;
     const uint32_t same = __match_any_sync(~0u, age);
-    if (token < end) visit(token, age, __popc(same & ((1u << lane) - 1)), __popc(same));
+    if (token < end) visit(token, age, __popc(same & ((1u << lane) - 1)), same);
     __syncwarp();
   }
 }
@@ -181,8 +182,8 @@ __device__ void count_ages(const RouteParams& p, RouteWords& words, uint32_t cta
   int32_t* mine = words.age_count[threadIdx.x >> 5];
   mine[threadIdx.x & 31] = 0;
   __syncwarp();
-  for_each_token(p, cta, [&](int64_t, int32_t age, int before, int same) {
-    if (before == 0) mine[age] += same;
+  for_each_token(p, cta, [&](int64_t, int32_t age, int before, uint32_t same) {
+    if (before == 0) mine[age] += __popc(same);
   });
   __syncthreads();
   if (threadIdx.x < kAges) {
@@ -214,10 +215,10 @@ __device__ void order_tokens(const RouteParams& p, RouteWords& words, uint32_t c
   }
   __syncthreads();
   int32_t* next = words.age_count[threadIdx.x >> 5];
-  for_each_token(p, cta, [&](int64_t token, int32_t age, int before, int same) {
+  for_each_token(p, cta, [&](int64_t token, int32_t age, int before, uint32_t same) {
     p.routes.token_order[words.age_first[age] + next[age] + before] = int32_t(token);
-    __syncwarp(__activemask());
-    if (before == 0) next[age] += same;
+    __syncwarp(same);
+    if (before == 0) next[age] += __popc(same);
   });
 }
 
@@ -275,10 +276,9 @@ __device__ bool find_peers(const RouteParams& p) {
   bool ok = true;
   const int32_t r = threadIdx.x;
   if (r < p.shape.ranks) {
-    const uint64_t place = pack_place(p.call.generation, int64_t{p.call.coords[1]} * p.shape.ranks + r);
     int32_t seat = -1;
     ok = wait_until(p.call, Wait::routes, r, [&] {
-      for (seat = p.call.seats - 1; seat >= 0 && heard(p.call, SeatFlag::arrived, seat) != place;) --seat;
+      for (seat = p.call.seats - 1; seat >= 0 && !still_here(p.call, r, seat);) --seat;
       return seat >= 0;
     });
     ok = ok && wait_until(p.call, Wait::routes, r, [&] {
@@ -302,17 +302,36 @@ __device__ Status judge_peers(const RouteParams& p) {
   return {};
 }
 
+__device__ void copy_counts(const RouteParams& p) {
+  for (int32_t i = threadIdx.x; i < p.shape.ranks * p.shape.experts; i += kThreads) {
+    const uint64_t memory = p.routes.peers[i / p.shape.experts] + SeatMemory::rows + p.layout.counts;
+    p.routes.counts[i] = load_system(reinterpret_cast<const int32_t*>(memory) + i % p.shape.experts);
+  }
+}
+
+// Verdicts and counts of the peers. False: one of them has left the call meanwhile, and what was read may be of another.
+__device__ bool read_peers(const RouteParams& p, Status* status) {
+  __shared__ Status judged;
+  if (!find_peers(p)) return false;
+  if (threadIdx.x == 0) judged = judge_peers(p);
+  copy_counts(p);
+  __threadfence_system();
+  __syncthreads();
+  *status = judged;
+  const int32_t r = threadIdx.x;
+  const bool ok = r >= p.shape.ranks || still_here(p.call, r, p.routes.peer_seats[r]);
+  if (!ok) give_up(p.call, Wait::failure, r);
+  return __syncthreads_and(ok);
+}
+
 // ---- tables ----
 
-__device__ const int32_t* counts_of(const RouteParams& p, int32_t rank) {
-  return reinterpret_cast<const int32_t*>(p.routes.peers[rank] + SeatMemory::rows + p.layout.counts);
-}
 // Own slots of an expert, and those of any rank.
 __device__ int32_t own_count(const RouteParams& p, int32_t e) {
   return p.routes.list_start[e + 1] - p.routes.list_start[e];
 }
 __device__ int32_t count_of(const RouteParams& p, int32_t rank, int32_t e) {
-  return p.shape.ranks == 1 ? own_count(p, e) : load_system(counts_of(p, rank) + e);
+  return p.shape.ranks == 1 ? own_count(p, e) : p.routes.counts[rank * p.shape.experts + e];
 }
 
 // lists[expert of mine * ranks + r] = where the expert starts in rank r's list. A warp per rank.
@@ -458,42 +477,42 @@ __device__ int32_t deal_all(const RouteParams& p, const RouteShared& sh, const P
 
 // ---- the call ----
 
-__device__ void finish(const RouteParams& p, const Status& status, int32_t tasks, int32_t rows, int32_t pairs) {
+__device__ void end_with(const RouteParams& p, const Status& status, int32_t tasks, int32_t rows, int32_t pairs) {
   if (status.code != Code::ok && status.code != Code::over_capacity) {  // nothing is known of the counts
     for (int32_t e = threadIdx.x; e < p.shape.experts; e += kThreads) p.tokens_per_expert[e] = 0;
     for (int32_t r = threadIdx.x; r < p.shape.ranks; r += kThreads) p.rows_per_rank[r] = 0;
   }
   if (threadIdx.x != 0) return;
-  *p.status = int32_t(status.code);
   p.routes.totals[Total::tasks] = tasks;
   p.routes.totals[Total::rows] = rows;
   p.routes.totals[Total::pairs] = pairs;
   p.routes.totals[Total::back_chunks] = status.ok() ? p.routes.back_chunk[p.shape.experts] : 0;
-  if (!status.ok()) fail(p.call, status);
+  p.routes.totals[Total::judged] = !status.ok() && !has_failed(p.call);
+  if (status.ok()) *p.call.status = int32_t(Code::ok); else fail(p.call, status);
 }
 
 __device__ void make_tables(const RouteParams& p, const RouteShared& sh, RouteWords& words, Status status) {
-  if (p.shape.ranks > 1) {
-    if (!find_peers(p)) return finish(p, {Code::peer_timeout, 0, 0, 0}, 0, 0, 0);
-    status = judge_peers(p);
-  }
-  if (!status.ok()) return finish(p, status, 0, 0, 0);
+  // no more than that it has failed is known of a call that lost its peers: why was said where it happened
+  if (p.shape.ranks > 1 && (has_failed(p.call) || !read_peers(p, &status)))
+    return end_with(p, {Code::peer_failed, 0, 0, 0}, 0, 0, 0);
+  if (!status.ok()) return end_with(p, status, 0, 0, 0);
   const int32_t rows = describe_experts(p, sh, words);
   status = judge_capacity(p, sh);
-  if (!status.ok()) return finish(p, status, 0, 0, 0);
+  if (!status.ok()) return end_with(p, status, 0, 0, 0);
   const PairSegments segments = describe_pairs(p, sh, words, rows);
   order_experts(p, sh);
   if (MOK_SHARED_INTER > 0) describe_shared(p);
   const int32_t tasks = p.routes.tasks == nullptr ? 0 : deal_all(p, sh, segments);
   const int32_t *aligned = sh.table(1), local = p.shape.local_experts(), first = p.call.coords[0] * local;
-  finish(p, status, tasks, aligned[first + local] - aligned[first], segments.pairs());
+  end_with(p, status, tasks, aligned[first + local] - aligned[first], segments.pairs());
 }
 
 __device__ void arrive(const RouteParams& p) {
   for (int64_t i = threadIdx.x; i < Counter::words(p.max_pairs, p.shape); i += kThreads) p.routes.counters[i] = 0;
-  if (threadIdx.x == 0 && p.shape.ranks > 1)
-    tell_all(p.call, SeatFlag::arrived,
-             pack_place(p.call.generation, int64_t{p.call.coords[1]} * p.shape.ranks + p.call.coords[0]));
+  __syncthreads();
+  if (threadIdx.x != 0 || p.shape.ranks == 1) return;
+  tell_all(p.call, SeatFlag::arrived, place_in(p.call, p.call.coords[0]));
+  skip_behind_failure(p.call);
 }
 
 }  // namespace mok

@@ -19,9 +19,25 @@ __device__ inline void tell_all(const CallState& c, int32_t kind, uint64_t word)
 
 __device__ inline bool has_failed(const CallState& c) { return ptx::load_acquire_gpu(c.failed) != 0; }
 
-// The first failure of a call on this seat is the one that the host hears of.
+// Is a rank still in this call? Until I tell `finished` it can have left only by failing.
+__device__ inline uint64_t place_in(const CallState& c, int32_t rank) {
+  return pack_place(c.generation, int64_t{c.coords[1]} * c.ranks + rank);
+}
+__device__ inline bool still_here(const CallState& c, int32_t rank, int32_t seat) {
+  return heard(c, SeatFlag::arrived, seat) == place_in(c, rank);
+}
+
+__device__ inline uint64_t* last_failed(const CallState& c) {
+  return reinterpret_cast<uint64_t*>(c.seat_memory[c.seat] + SeatMemory::last_failed);
+}
+
+// The first failure of a call on this seat is the one that the host hears of, unless it has not heard of the last yet.
 __device__ inline bool fail(const CallState& c, const Status& why) {
   if (atomicExch(c.failed, 1u) != 0) return false;
+  *c.status = int32_t(why.code);
+  if (c.ranks > 1) *last_failed(c) = c.generation;
+  if (ptx::load_acquire_sys(&c.host_status->code) != 0) return true;
+  ptx::store_system(reinterpret_cast<int64_t*>(&c.host_status->generation), int64_t(c.generation));
   ptx::store_system(&c.host_status->rank, why.rank);
   ptx::store_system(&c.host_status->value, why.value);
   ptx::store_system(&c.host_status->extra, why.extra);
@@ -29,17 +45,23 @@ __device__ inline bool fail(const CallState& c, const Status& why) {
   return true;
 }
 __device__ inline void give_up(const CallState& c, Wait what, int32_t culprit) {
-  const uint64_t word = pack_abort(c.generation, what, culprit);
-  if (fail(c, abort_status(word))) tell_all(c, SeatFlag::aborted, word);
+  const uint64_t word = pack_group_abort(c.generation, what, culprit, c.coords[1]);
+  if (fail(c, group_abort_status(word))) tell_all(c, SeatFlag::aborted, word);
+}
+// A call that was launched behind one that failed: it fails at once, on all ranks, and the host need not hear of it.
+__device__ inline void skip_behind_failure(const CallState& c) {
+  if (*last_failed(c) <= c.acknowledged) return;
+  atomicExch(c.failed, 1u);
+  *c.status = int32_t(Code::peer_failed);
+  tell_all(c, SeatFlag::aborted, pack_group_abort(c.generation, Wait::failure, c.coords[0], c.coords[1]));
 }
 
-// Has a rank of this group given up on this call, or on a later one?
+// Has a rank of this group given up on this call?
 __device__ inline bool hear_abort(const CallState& c) {
   for (int32_t s = 0; s < c.seats; ++s) {
     const uint64_t word = heard(c, SeatFlag::aborted, s);
-    if (abort_generation(word) < c.generation) continue;
-    if (place_of(heard(c, SeatFlag::arrived, s)) / c.ranks != c.coords[1]) continue;
-    fail(c, abort_status(word));
+    if (abort_generation(word) != c.generation || abort_group(word) != (c.coords[1] & 1023)) continue;
+    fail(c, group_abort_status(word));
     return true;
   }
   return false;

@@ -138,16 +138,16 @@ BackwardParams backward_params(const CudaBackward& c, const Workspace& w, const 
 int64_t cuda_backward_bytes(const Shape& shape, bool recompute) { return lay_out(shape, recompute, nullptr).bytes; }
 
 int launch_backward(const CudaDriver& driver, const CudaKernels& kernels, const CudaSeats& seats, int32_t seat,
-                    uint64_t generation, const CudaBackward& c, void* stream, int multiprocessors) {
+                    const CallOrder::Place& place, const CudaBackward& c, void* stream, int multiprocessors) {
   const Shape& s = c.shape;
   const ArenaLayout layout = cuda_arena_layout(s);
   const Workspace w = find_arrays(c, layout, s.ranks > 1 ? seats.memory(seat) + SeatMemory::rows : nullptr);
   const CallState state =
-      call_state(seats, seat, generation, s, c.timeout_s, c.coords, w.routes.counters + Counter::failed);
+      call_state(seats, seat, place, s, c.timeout_s, c.coords, w.routes.counters + Counter::failed, w.status);
   const Published dy{static_cast<const uint16_t*>(c.dy), layout.grads_in};
   const Published x{c.saved[0] == nullptr ? static_cast<const uint16_t*>(c.x) : nullptr, layout.tokens_in};
   const RouteParams route{state, w.routes, s, layout, c.ids, {dy, x}, c.router_weights, w.tokens_per_expert,
-                          w.rows_per_rank, w.status, extent_of(s).pairs};
+                          w.rows_per_rank, extent_of(s).pairs};
   BackwardParams p = backward_params(c, w, route);
   int failed = encode_maps(driver, w.routed, {c.gate, c.up, c.down, c.d_gate, c.d_up, c.d_down}, p.max_rows,
                            s.local_experts(), s.hidden, s.inter, &p.routed);
@@ -155,10 +155,7 @@ int launch_backward(const CudaDriver& driver, const CudaKernels& kernels, const 
     failed |= encode_maps(driver, w.shared,
                           {c.shared_gate, c.shared_up, c.shared_down, c.d_shared_gate, c.d_shared_up, c.d_shared_down},
                           s.tokens, 1, s.hidden, s.shared_inter, &p.shared);
-  if (!failed) failed = launch_route(driver, kernels.route, route, stream);
-  if (!failed)
-    failed = driver.launch(kernels.main, unsigned(multiprocessors) / 2 * 2, kMainThreads, kMainShared, stream, &p);
-  return failed;
+  return failed != 0 ? failed : launch_both(driver, kernels, route, &p, stream, multiprocessors);
 }
 
 }  // namespace mok::ffi

@@ -25,6 +25,6 @@ int64_t cuda_backward_bytes(const Shape& shape, bool recompute);
 
 // `multiprocessors` may be fewer than the device has; at least 2. Returns 0 or the driver's error code.
 int launch_backward(const CudaDriver& driver, const CudaKernels& kernels, const CudaSeats& seats, int32_t seat,
-                    uint64_t generation, const CudaBackward& call, void* stream, int multiprocessors);
+                    const CallOrder::Place& place, const CudaBackward& call, void* stream, int multiprocessors);
 
 }  // namespace mok::ffi

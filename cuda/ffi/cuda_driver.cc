@@ -94,6 +94,10 @@ int CudaDriver::encode(TensorMap* map, const void* base, int rank, const uint64_
                                      kNoInterleave, kSwizzle128, kPromote128, kFillZeros);
 }
 
+int CudaDriver::zero(void* at, int64_t bytes, void* stream) const {
+  return api_.cuMemsetD8Async(reinterpret_cast<uint64_t>(at), 0, size_t(bytes), stream);
+}
+
 int CudaDriver::launch(void* kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, void* stream,
                        void* params) const {
   void* arguments[] = {params};

@@ -23,9 +23,10 @@ class CudaDriver {
   static const CudaDriver* get();  // null where there is no driver
 
   // A bf16 tensor with 128-byte-swizzled boxes, out of bounds = 0. Dimensions innermost first; strides in bytes, of all
-  // but the innermost. Both return 0 or the driver's error code.
+  // but the innermost. These return 0 or the driver's error code.
   int encode(TensorMap* map, const void* base, int rank, const uint64_t* dims, const uint64_t* strides,
              const uint32_t* box) const;
+  int zero(void* at, int64_t bytes, void* stream) const;
   int launch(void* kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, void* stream, void* params) const;
 
   // The rest throw CudaError. Devices are CUDA ordinals.

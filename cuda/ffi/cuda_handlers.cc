@@ -29,8 +29,9 @@ Process& process() {
 // The seats of this process, one for each of its GPUs, in their order.
 CudaSeats& seats_of_process(const CudaDriver& driver) {
   Process& p = process();
+  const std::vector<int> devices = p.devices();  // takes Python's lock, which must not be waited for under ours
   std::lock_guard<std::mutex> lock(p.mutex);
-  if (p.seats == nullptr) p.seats = new CudaSeats(driver, p.devices());
+  if (p.seats == nullptr) p.seats = new CudaSeats(driver, devices);
   return *p.seats;
 }
 
@@ -67,26 +68,20 @@ xf::ErrorOr<std::unique_ptr<CudaCall>> prepare(const xf::Dictionary& attributes,
 xf::ErrorOr<std::unique_ptr<CudaCall>> prepare_forward(xf::Dictionary attributes) { return prepare(attributes, "mok_forward"); }
 xf::ErrorOr<std::unique_ptr<CudaCall>> prepare_backward(xf::Dictionary attributes) { return prepare(attributes, "mok_backward"); }
 
-// The error that an earlier call of this GPU left behind, if any. A kernel cannot raise; the next call on the host does.
-Status take_failure(HostStatus* status) {
-  const uint64_t code = __atomic_exchange_n(&status->code, 0, __ATOMIC_ACQUIRE);
-  return {Code(code), int32_t(status->rank), status->value, status->extra};
-}
-
-// What a call needs before it can be launched.
-struct Place {
+// Where and when a call runs, or the error that an earlier one left behind.
+struct Entry {
   int32_t seat;
-  uint64_t generation;
+  CallOrder::Place place;
 };
 
-xf::Error enter(CudaCall* site, xf::RunId run, int32_t device, const Shape& s, double timeout_s, Place* place) {
-  place->seat = site->seats.seat_of(device);
-  if (place->seat < 0)
+xf::Error enter(CudaCall* site, xf::RunId run, int32_t device, const Shape& s, double timeout_s, Entry* entry) {
+  entry->seat = site->seats.seat_of(device);
+  if (entry->seat < 0)
     return xf::Error(xf::ErrorCode::kInternal, "jax_mok: GPU " + std::to_string(device) + " was not there when the first call was made");
-  // a rank that raises must still take its place in the order of calls: its peers are in theirs
-  place->generation = s.ranks > 1 ? site->seats.enter(place->seat, run.run_id, site) : 0;
-  const Status left = take_failure(site->seats.host_status(place->seat));
-  return left.ok() ? xf::Error::Success() : to_error(left, s, timeout_s);
+  if (s.ranks > 1) entry->place = site->seats.order().enter(entry->seat, run.run_id, site);
+  else entry->place = {0, 0, site->seats.order().take_failure(entry->seat)};
+  const Status& raise = entry->place.raise;
+  return raise.ok() ? xf::Error::Success() : to_error(raise, s, timeout_s);
 }
 
 xf::Error launched(int failed) {
@@ -95,36 +90,41 @@ xf::Error launched(int failed) {
 }
 
 xf::Error forward(void* stream, xf::RunId run, int32_t device, CudaCall* site, xf::RemainingArgs in,
-                  xf::RemainingRets out, xf::Dictionary attributes) {
+                  xf::RemainingRets out, xf::Dictionary attributes) try {
   if (xf::Error e = check_counts(in, kForwardOperands, out, kForwardResults); e.failure()) return e;
   const Shape s = shape_of(in, attributes);
   const double timeout_s = attribute<double>(attributes, "timeout_s");
-  Place place;
-  if (xf::Error e = enter(site, run, device, s, timeout_s, &place); e.failure()) return e;
-  const CudaForward call{s,
-                         timeout_s,
-                         static_cast<const int32_t*>(data(in, kCoords)),
-                         data(in, kX),
-                         static_cast<const int32_t*>(data(in, kIds)),
-                         static_cast<const float*>(data(in, kWeights)),
-                         data(in, kGate), data(in, kUp), data(in, kDown),
-                         data(in, kSharedGate), data(in, kSharedUp), data(in, kSharedDown),
-                         data(out, 0),
-                         static_cast<int32_t*>(data(out, 1)),
-                         static_cast<int32_t*>(data(out, 2)),
-                         static_cast<int32_t*>(data(out, 3)),
-                         data(out, kWorkspace)};
-  return launched(launch_forward(site->driver, site->kernels, site->seats, place.seat, place.generation, call, stream,
-                                 site->seats.multiprocessors(place.seat)));
+  Entry entry;
+  if (xf::Error e = enter(site, run, device, s, timeout_s, &entry); e.failure()) return e;
+  CudaForward call{s,
+                   timeout_s,
+                   static_cast<const int32_t*>(data(in, kCoords)),
+                   data(in, kX),
+                   static_cast<const int32_t*>(data(in, kIds)),
+                   static_cast<const float*>(data(in, kWeights)),
+                   data(in, kGate), data(in, kUp), data(in, kDown),
+                   data(in, kSharedGate), data(in, kSharedUp), data(in, kSharedDown),
+                   data(out, 0),
+                   {},
+                   static_cast<int32_t*>(data(out, 1)),
+                   static_cast<int32_t*>(data(out, 2)),
+                   static_cast<int32_t*>(data(out, 3)),
+                   data(out, kWorkspace)};
+  if (attribute<int64_t>(attributes, "save") != 0)
+    for (size_t i = 0; i < kSavedBuffers; ++i) call.saved[i] = data(out, 4 + i);
+  return launched(launch_forward(site->driver, site->kernels, site->seats, entry.seat, entry.place, call, stream,
+                                 site->seats.multiprocessors(entry.seat)));
+} catch (const std::exception& e) {
+  return xf::Error(xf::ErrorCode::kInternal, std::string("jax_mok: ") + e.what());
 }
 
 xf::Error backward(void* stream, xf::RunId run, int32_t device, CudaCall* site, xf::RemainingArgs in,
-                   xf::RemainingRets out, xf::Dictionary attributes) {
+                   xf::RemainingRets out, xf::Dictionary attributes) try {
   if (xf::Error e = check_counts(in, kBackwardOperands, out, kBackwardResults); e.failure()) return e;
   const Shape s = shape_of(in, attributes);
   const double timeout_s = attribute<double>(attributes, "timeout_s");
-  Place place;
-  if (xf::Error e = enter(site, run, device, s, timeout_s, &place); e.failure()) return e;
+  Entry entry;
+  if (xf::Error e = enter(site, run, device, s, timeout_s, &entry); e.failure()) return e;
   CudaBackward call{s,
                     timeout_s,
                     static_cast<const int32_t*>(data(in, kCoords)),
@@ -140,8 +140,10 @@ xf::Error backward(void* stream, xf::RunId run, int32_t device, CudaCall* site, 
                     data(out, kBackwardResults - 1)};
   if (attribute<int64_t>(attributes, "save") != 0)
     for (size_t i = 0; i < kSavedBuffers; ++i) call.saved[i] = data(in, kForwardOperands + i);
-  return launched(launch_backward(site->driver, site->kernels, site->seats, place.seat, place.generation, call, stream,
-                                  site->seats.multiprocessors(place.seat)));
+  return launched(launch_backward(site->driver, site->kernels, site->seats, entry.seat, entry.place, call, stream,
+                                  site->seats.multiprocessors(entry.seat)));
+} catch (const std::exception& e) {
+  return xf::Error(xf::ErrorCode::kInternal, std::string("jax_mok: ") + e.what());
 }
 
 }  // namespace

@@ -9,13 +9,13 @@ struct Workspace {
   int64_t bytes;
 };
 
-Workspace lay_out(const Shape& s, uint8_t* base) {
+Workspace lay_out(const Shape& s, bool save, uint8_t* base) {
   Pieces p(base);
   Workspace w{};
   const bool exchange = s.ranks > 1;
   const int64_t rows = extent_of(s).rows, shared_tokens = s.shared_inter > 0 ? s.tokens : 0;
   const int64_t wider = s.inter > s.shared_inter ? s.inter : s.shared_inter;
-  p.take(&w.rows_in, rows * s.hidden);
+  p.take(&w.rows_in, save ? 0 : rows * s.hidden);
   p.take(&w.hidden, rows * s.inter);
   p.take(&w.rows_y, exchange ? 0 : rows * s.hidden);
   p.take(&w.rows_back, exchange ? s.slots() * s.hidden : 0);
@@ -37,7 +37,15 @@ int encode_maps(const CudaDriver& driver, const CudaForward& c, const Workspace&
   e.weights(&p->gate, c.gate, local, s.hidden, s.inter);
   e.weights(&p->up, c.up, local, s.hidden, s.inter);
   e.weights(&p->down, c.down, local, s.inter, s.hidden);
+  if (c.saved[0] != nullptr) {
+    e.rows(&p->save_gate, c.saved[1], rows, s.inter, 16);
+    e.rows(&p->save_up, c.saved[2], rows, s.inter, 16);
+  }
   if (s.shared_inter == 0) return e.failed;
+  if (c.saved[0] != nullptr) {
+    e.rows(&p->save_shared_gate, c.saved[3], s.tokens, s.shared_inter, 16);
+    e.rows(&p->save_shared_up, c.saved[4], s.tokens, s.shared_inter, 16);
+  }
   e.rows(&p->shared_rows, c.x, s.tokens, s.hidden, 128);
   e.rows(&p->shared_hidden, w.shared_hidden, s.tokens, s.shared_inter, 128);
   e.rows(&p->shared_hidden_out, w.shared_hidden, s.tokens, s.shared_inter, 16);
@@ -50,14 +58,16 @@ int encode_maps(const CudaDriver& driver, const CudaForward& c, const Workspace&
 
 }  // namespace
 
-int64_t cuda_workspace_bytes(const Shape& shape) { return lay_out(shape, nullptr).bytes; }
+int64_t cuda_workspace_bytes(const Shape& shape, bool save) { return lay_out(shape, save, nullptr).bytes; }
 
 ArenaLayout cuda_arena_layout(const Shape& shape) { return arena_layout(shape, kCudaTiles); }
 
 int launch_forward(const CudaDriver& driver, const CudaKernels& kernels, const CudaSeats& seats, int32_t seat,
-                   uint64_t generation, const CudaForward& c, void* stream, int multiprocessors) {
+                   const CallOrder::Place& place, const CudaForward& c, void* stream, int multiprocessors) {
   const Shape& s = c.shape;
-  Workspace w = lay_out(s, static_cast<uint8_t*>(c.workspace));
+  const bool save = c.saved[0] != nullptr;
+  Workspace w = lay_out(s, save, static_cast<uint8_t*>(c.workspace));
+  if (save) w.rows_in = static_cast<uint16_t*>(c.saved[0]);
   const ArenaLayout layout = cuda_arena_layout(s);
   if (s.ranks > 1) {
     uint8_t* const rows = seats.memory(seat) + SeatMemory::rows;
@@ -65,11 +75,11 @@ int launch_forward(const CudaDriver& driver, const CudaKernels& kernels, const C
     w.routes.sorted = reinterpret_cast<int32_t*>(rows + layout.slots);
   }
   const CallState state =
-      call_state(seats, seat, generation, s, c.timeout_s, c.coords, w.routes.counters + Counter::failed);
+      call_state(seats, seat, place, s, c.timeout_s, c.coords, w.routes.counters + Counter::failed, c.status);
   const Extent extent = extent_of(s);
   const Published x{static_cast<const uint16_t*>(c.x), layout.tokens_in};
   const RouteParams route{state, w.routes, s, layout, c.ids, {x, {}}, /*router_weights=*/nullptr, c.tokens_per_expert,
-                          c.rows_per_rank, c.status, extent.pairs};
+                          c.rows_per_rank, extent.pairs};
   ForwardParams p{};
   if (const int failed = encode_maps(driver, c, w, w.rows_y, &p); failed != 0) return failed;
   p.call = state;
@@ -88,8 +98,7 @@ int launch_forward(const CudaDriver& driver, const CudaKernels& kernels, const C
   p.max_rows = extent.rows;
   p.max_pairs = extent.pairs;
   p.max_blocks = extent.blocks;
-  if (const int failed = launch_route(driver, kernels.route, route, stream); failed != 0) return failed;
-  return driver.launch(kernels.main, unsigned(multiprocessors) / 2 * 2, kMainThreads, kMainShared, stream, &p);
+  return launch_both(driver, kernels, route, &p, stream, multiprocessors);
 }
 
 }  // namespace mok::ffi

@@ -5,12 +5,6 @@
 
 namespace mok::ffi {
 
-// Kernels of one pass and shape, loaded on every device of the process.
-struct CudaKernels {
-  void* route;
-  void* main;  // of the forward pass or of the backward pass
-};
-
 // Device addresses, shapes as in MoE calls (core/types.h); outputs last.
 struct CudaForward {
   Shape shape;
@@ -21,15 +15,16 @@ struct CudaForward {
   const float* router_weights;
   const void *gate, *up, *down, *shared_gate, *shared_up, *shared_down;
   void* y;
+  void* saved[5];                // rows [rows, H], gate, up [rows, I], shared gate, up [T, I_s]; null: not wanted
   int32_t *tokens_per_expert, *rows_per_rank, *status;
   void* workspace;               // cuda_workspace_bytes()
 };
 
-int64_t cuda_workspace_bytes(const Shape& shape);
+int64_t cuda_workspace_bytes(const Shape& shape, bool save);
 ArenaLayout cuda_arena_layout(const Shape& shape);
 
 // `multiprocessors` may be fewer than the device has; at least 2. Returns 0 or the driver's error code.
 int launch_forward(const CudaDriver& driver, const CudaKernels& kernels, const CudaSeats& seats, int32_t seat,
-                   uint64_t generation, const CudaForward& call, void* stream, int multiprocessors);
+                   const CallOrder::Place& place, const CudaForward& call, void* stream, int multiprocessors);
 
 }  // namespace mok::ffi

@@ -1,15 +1,14 @@
 #include "cuda_seats.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 namespace mok::ffi {
-namespace {
-
-constexpr size_t kCallsKept = 1024;  // ranks leave a call together, so none is ever that far behind
-
-}  // namespace
 
 CudaSeats::CudaSeats(const CudaDriver& driver, std::vector<int> devices) : driver_(driver), users_(devices) {
+  if (devices.size() > size_t(kMaxSeats))
+    throw std::runtime_error(std::to_string(devices.size()) + " GPUs in a process are more than " + std::to_string(kMaxSeats));
   std::sort(users_.begin(), users_.end());
   users_.erase(std::unique(users_.begin(), users_.end()), users_.end());
   for (int device : devices) {
@@ -17,6 +16,7 @@ CudaSeats::CudaSeats(const CudaDriver& driver, std::vector<int> devices) : drive
     seats_.back().memory = driver.reserve_addresses(SeatMemory::address_range);
   }
   host_status_ = static_cast<HostStatus*>(driver.allocate_host(int64_t{count()} * int64_t{sizeof(HostStatus)}));
+  order_ = std::make_unique<CallOrder>(host_status_, count());
 }
 
 CudaSeats::~CudaSeats() {
@@ -60,20 +60,6 @@ int64_t CudaSeats::bytes() const {
   int64_t sum = 0;
   for (const Seat& seat : seats_) sum += seat.front.bytes + seat.rows.bytes;
   return sum;
-}
-
-uint64_t CudaSeats::enter(int32_t seat, int64_t run, const void* site) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto it = std::find_if(calls_.begin(), calls_.end(), [&](const Call& c) {
-    return c.run == run && c.site == site && !c.entered[size_t(seat)];
-  });
-  if (it == calls_.end()) {
-    calls_.push_back({++last_generation_, run, site, std::vector<bool>(seats_.size())});
-    if (calls_.size() > kCallsKept) calls_.pop_front();
-    it = std::prev(calls_.end());
-  }
-  it->entered[size_t(seat)] = true;
-  return it->generation;
 }
 
 }  // namespace mok::ffi

@@ -5,10 +5,12 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
+#include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
+#include "call_order.h"
 #include "cuda_driver.h"
 
 namespace mok::ffi {
@@ -31,9 +33,7 @@ class CudaSeats {
   void reserve(const ArenaLayout& layout, int64_t max_blocks);
   int64_t bytes() const;  // of device memory, all seats
 
-  // The generation of a seat's call: the first seat that comes with a key gives it the next number. A key is the XLA run
-  // and the call site; a seat may come with the same key again (a loop), and each time is a call of its own.
-  uint64_t enter(int32_t seat, int64_t run, const void* site);
+  CallOrder& order() { return *order_; }
 
  private:
   struct Region {
@@ -45,22 +45,14 @@ class CudaSeats {
     uint8_t* memory = nullptr;
     Region front{0, 0, {}}, rows{SeatMemory::rows, 0, {}};
   };
-  struct Call {
-    uint64_t generation;
-    int64_t run;
-    const void* site;
-    std::vector<bool> entered;
-  };
-
   void grow(Seat& seat, Region& region, int64_t bytes);
 
   const CudaDriver& driver_;
   std::vector<Seat> seats_;
   std::vector<int> users_;
   HostStatus* host_status_ = nullptr;
+  std::unique_ptr<CallOrder> order_;  // with a lock of its own: making room waits for the GPU, calls there for their peers
   mutable std::mutex mutex_;
-  std::deque<Call> calls_;
-  uint64_t last_generation_ = 0;
 };
 
 }  // namespace mok::ffi

@@ -50,12 +50,14 @@ void Encoder::weights(TensorMap* map, const void* base, int64_t experts, int64_t
   failed |= driver.encode(map, base, 3, dims, strides, box);
 }
 
-CallState call_state(const CudaSeats& seats, int32_t seat, uint64_t generation, const Shape& shape, double timeout_s,
-                     const int32_t* coords, uint32_t* failed) {
+CallState call_state(const CudaSeats& seats, int32_t seat, const CallOrder::Place& place, const Shape& shape,
+                     double timeout_s, const int32_t* coords, uint32_t* failed, int32_t* status) {
   CallState state{};
-  state.generation = generation;
+  state.generation = place.generation;
+  state.acknowledged = place.acknowledged;
   state.deadline_ns = uint64_t(timeout_s * 1e9);
   state.failed = failed;
+  state.status = status;
   state.host_status = seats.host_status(seat);
   state.coords = coords;
   state.ranks = shape.ranks;
@@ -66,10 +68,17 @@ CallState call_state(const CudaSeats& seats, int32_t seat, uint64_t generation, 
   return state;
 }
 
-int launch_route(const CudaDriver& driver, void* kernel, const RouteParams& params, void* stream) {
-  const unsigned ctas = kRouteCtas * (params.shape.ranks > 1 ? 1 + kCopyClusters : 1);
-  const unsigned shared_bytes = unsigned(34 * params.shape.experts + 64) * 4;  // RouteShared in device/route.cu
-  return driver.launch(kernel, ctas, kRouteThreads, shared_bytes, stream, const_cast<RouteParams*>(&params));
+int launch_both(const CudaDriver& driver, const CudaKernels& kernels, const RouteParams& route, MoverParams* main,
+                void* stream, int multiprocessors) {
+  const bool exchange = route.shape.ranks > 1;
+  const unsigned ctas = kRouteCtas * (exchange ? 1 + kCopyClusters : 1);
+  const unsigned shared_bytes = unsigned(34 * route.shape.experts + 64) * 4;  // RouteShared in device/route.cu
+  int failed = driver.launch(kernels.route, ctas, kRouteThreads, shared_bytes, stream, const_cast<RouteParams*>(&route));
+  if (failed != 0) return failed;
+  failed = driver.launch(kernels.main, unsigned(multiprocessors) / 2 * 2, kMainThreads, kMainShared, stream, main);
+  // what the main kernel would have left zero for the next call
+  if (failed != 0 && exchange) driver.zero(route.call.seat_memory[route.call.seat] + SeatMemory::copy_words, 8, stream);
+  return failed;
 }
 
 }  // namespace mok::ffi

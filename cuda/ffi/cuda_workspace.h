@@ -10,6 +10,12 @@ constexpr Tiles kCudaTiles = {/*block_m=*/128, /*inter_n=*/128, /*hidden_n=*/256
 constexpr unsigned kMainThreads = 384;
 constexpr unsigned kMainShared = 229376 + 256;  // stages, store buffers, barriers: as in device/sm90/pipeline.h
 
+// Kernels of one pass and shape, loaded on every device of the process.
+struct CudaKernels {
+  void* route;
+  void* main;  // of the forward pass or of the backward pass
+};
+
 // Hands out 256-byte-aligned pieces; without a base it only adds up.
 class Pieces {
  public:
@@ -44,9 +50,11 @@ struct Encoder {
   void weights(TensorMap* map, const void* base, int64_t experts, int64_t rows, int64_t columns, uint32_t box_rows = 64);
 };
 
-CallState call_state(const CudaSeats& seats, int32_t seat, uint64_t generation, const Shape& shape, double timeout_s,
-                     const int32_t* coords, uint32_t* failed);
+CallState call_state(const CudaSeats& seats, int32_t seat, const CallOrder::Place& place, const Shape& shape,
+                     double timeout_s, const int32_t* coords, uint32_t* failed, int32_t* status);
 
-int launch_route(const CudaDriver& driver, void* kernel, const RouteParams& params, void* stream);
+// The two launches of a call. Return 0 or the driver's error code.
+int launch_both(const CudaDriver& driver, const CudaKernels& kernels, const RouteParams& route, MoverParams* main,
+                void* stream, int multiprocessors);
 
 }  // namespace mok::ffi

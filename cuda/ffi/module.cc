@@ -63,21 +63,21 @@ void set_cuda_loader(nb::callable load, nb::callable devices) {
 }
 
 // A rank's forward call without XLA, on any stream: several ranks can share one GPU. For tests.
-int launch_forward(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t generation, std::pair<uintptr_t, uintptr_t> kernels,
+int launch_forward(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t generation, uint64_t acknowledged, std::pair<uintptr_t, uintptr_t> kernels,
                    const std::vector<int64_t>& s, double timeout_s, const std::vector<uintptr_t>& b, uintptr_t stream,
                    int multiprocessors) {
   auto at = [&](size_t i) { return reinterpret_cast<void*>(b.at(i)); };
   auto ints = [&](size_t i) { return static_cast<int32_t*>(at(i)); };
   const mok::ffi::CudaForward call{
       shape_from(s), timeout_s, ints(0), at(1), ints(2), static_cast<float*>(at(3)), at(4), at(5), at(6), at(7), at(8), at(9),
-      at(10), ints(11), ints(12), ints(13), at(14)};
+      at(10), {at(15), at(16), at(17), at(18), at(19)}, ints(11), ints(12), ints(13), at(14)};
   return mok::ffi::launch_forward(*mok::ffi::CudaDriver::get(),
                                   {reinterpret_cast<void*>(kernels.first), reinterpret_cast<void*>(kernels.second)},
-                                  seats, seat, generation, call, reinterpret_cast<void*>(stream), multiprocessors);
+                                  seats, seat, {generation, acknowledged, {}}, call, reinterpret_cast<void*>(stream), multiprocessors);
 }
 
 // The same of a backward call.
-int launch_backward(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t generation, std::pair<uintptr_t, uintptr_t> kernels,
+int launch_backward(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t generation, uint64_t acknowledged, std::pair<uintptr_t, uintptr_t> kernels,
                     const std::vector<int64_t>& s, double timeout_s, const std::vector<uintptr_t>& b, uintptr_t stream,
                     int multiprocessors) {
   auto at = [&](size_t i) { return reinterpret_cast<void*>(b.at(i)); };
@@ -87,7 +87,7 @@ int launch_backward(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t gen
       at(19), at(20), at(21), at(22), at(23), at(24)};
   return mok::ffi::launch_backward(*mok::ffi::CudaDriver::get(),
                                    {reinterpret_cast<void*>(kernels.first), reinterpret_cast<void*>(kernels.second)},
-                                   seats, seat, generation, call, reinterpret_cast<void*>(stream), multiprocessors);
+                                   seats, seat, {generation, acknowledged, {}}, call, reinterpret_cast<void*>(stream), multiprocessors);
 }
 
 // (code, rank, value, extra) of the last failed call of a seat, which is then forgotten.
@@ -111,7 +111,10 @@ NB_MODULE(_native, m) {
 
   m.def("padded_rows", [](const std::vector<int64_t>& shape) {
     return mok::padded_rows(shape_from(shape), mok::cpu::kTiles);
-  }, "Rows of a rank's routed buffer, padding counted.");
+  }, "Rows of a rank's routed buffer on a CPU, padding counted.");
+  m.def("cuda_padded_rows", [](const std::vector<int64_t>& shape) {
+    return mok::ffi::extent_of(shape_from(shape)).rows;
+  }, "The same on a GPU.");
   m.def("arena_bytes", [](const std::vector<int64_t>& shape) {
     const auto layout = mok::arena_layout(shape_from(shape), mok::cpu::kTiles);
     return layout.bytes + layout.flag_bytes;
@@ -119,9 +122,9 @@ NB_MODULE(_native, m) {
   m.def("cuda_arena_bytes", [](const std::vector<int64_t>& shape) {
     return mok::ffi::cuda_arena_layout(shape_from(shape)).bytes;
   }, "Bytes of a rank's symmetric arena on a GPU, flags not counted.");
-  m.def("cuda_held_bytes", &mok::ffi::cuda_held_bytes, "Bytes of device memory that the arenas of the process take.");
-  m.def("cuda_workspace_bytes", [](const std::vector<int64_t>& shape) {
-    return mok::ffi::cuda_workspace_bytes(shape_from(shape));
+  m.def("cuda_held_bytes", &mok::ffi::cuda_held_bytes, nb::call_guard<nb::gil_scoped_release>(), "Bytes of device memory that the arenas of the process take.");
+  m.def("cuda_workspace_bytes", [](const std::vector<int64_t>& shape, bool save) {
+    return mok::ffi::cuda_workspace_bytes(shape_from(shape), save);
   }, "Bytes of device memory that a forward call on a GPU works in.");
   m.def("cuda_backward_bytes", [](const std::vector<int64_t>& shape, bool recompute) {
     return mok::ffi::cuda_backward_bytes(shape_from(shape), recompute);

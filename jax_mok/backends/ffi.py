@@ -145,7 +145,7 @@ def forward(
     shared = _shared_or_empty(call, shared, x)
     if backend == "cuda":
         call, experts, shared, [x] = _even_widths(call, experts, shared, x)
-    rows = runtime.padded_rows(call) if save else 0
+    rows = runtime.padded_rows(call, backend) if save else 0
     tokens = call.tokens if save else 0
     width = call.inter
 
@@ -165,7 +165,7 @@ def forward(
         out(rows, width),
         out(tokens, call.shared_inter),
         out(tokens, call.shared_inter),
-        out(runtime.workspace_bytes(call, backend), dtype=jnp.uint8),
+        out(runtime.workspace_bytes(call, backend, save=save), dtype=jnp.uint8),
     )
     operands = _operands(call, x, expert_ids, router_weights, experts, shared)
     y, per_expert, rows_per_rank, status, *saved, _ = jax.ffi.ffi_call(FORWARD, results)(

@@ -53,14 +53,14 @@ def shape_of(call: Call) -> tuple[int, ...]:
     )
 
 
-def padded_rows(call: Call) -> int:
+def padded_rows(call: Call, backend: str) -> int:
     """Rows of a rank's routed buffer: its capacity plus the padding of expert segments."""
-    return native().padded_rows(shape_of(call))
+    return (native().cuda_padded_rows if backend == "cuda" else native().padded_rows)(shape_of(call))
 
 
-def workspace_bytes(call: Call, backend: str) -> int:
-    """Bytes of device memory that a forward call works in, beside its results."""
-    return native().cuda_workspace_bytes(shape_of(call)) if backend == "cuda" else 0
+def workspace_bytes(call: Call, backend: str, *, save: bool) -> int:
+    """Bytes of device memory that a forward call works in, beside its results; with ``save``, it keeps residuals."""
+    return native().cuda_workspace_bytes(shape_of(call), save) if backend == "cuda" else 0
 
 
 def backward_bytes(call: Call, backend: str, *, save: bool) -> int:

@@ -57,9 +57,9 @@ def load(main: str, hidden: int, inter: int, top_k: int, shared_inter: int, save
 
     _check(driver.cuInit(0))
     arch = _ARCH_OF[jax.local_devices(backend="gpu")[0].compute_capability]
-    shape = macros(hidden, inter, top_k, shared_inter, save)
     names, kernels = ("mok_route", main), []
     for name in names:
+        shape = macros(hidden, inter, top_k, shared_inter, save and name == main)
         library = _check(driver.cuLibraryLoadData(jit.cubin(name, arch, shape), [], [], 0, [], [], 0))
         kernels.append(_check(driver.cuLibraryGetKernel(library, name.encode())))
     shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

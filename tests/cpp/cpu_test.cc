@@ -1,6 +1,7 @@
 // The C++ side on its own: routing, task stream and whole calls, one thread per rank, no XLA. Sanitizers run this too.
 //
 //   inputs of the global batch -> run on P ranks in every mode -> same bits as on one rank -> close to the f64 oracle
+#include "call_order_test.h"
 #include "fault_test.h"
 #include "layer_test.h"
 #include "routing_test.h"
@@ -14,6 +15,7 @@ int main() {
   run("task stream", test_task_stream);
   run("pair stream", test_pair_stream);
   run("backward tasks", test_backward_tasks);
+  run("order of calls on GPUs", test_call_order);
   run("layer against oracle", test_layer);
   run("batch invariance", test_batch_invariance);
   run("bad ids", test_bad_ids);

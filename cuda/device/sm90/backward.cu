@@ -143,7 +143,8 @@ struct BackwardStream {
   }
   // Rows were written by ordinary stores of other SMs, and TMA reads them next.
   __device__ void acquire(const BackwardWork& t) const {
-    load_acquire_gpu(counter(need(t).word));
+    const Need n = need(t);
+    while (load_acquire_gpu(counter(n.word)) < n.target) {}
     fence_async_global();
   }
 

@@ -8,7 +8,7 @@
 #include "../movers.h"
 #include "pipeline.h"
 
-// Compile-time shape: MOK_HIDDEN, MOK_INTER, MOK_TOP_K.
+// Compile-time shape: MOK_HIDDEN, MOK_INTER, MOK_TOP_K, MOK_SHARED_INTER; MOK_SAVE: g and u are kept.
 namespace mok::sm90 {
 
 constexpr int kHidden = MOK_HIDDEN, kInter = MOK_INTER, kShared = MOK_SHARED_INTER;
@@ -20,6 +20,11 @@ __device__ constexpr uint32_t signals(int tiles, bool split) {
 __device__ constexpr DownSignals kDownSignals = {signals(kDownTiles, false), signals(kDownTiles, true)};
 
 static_assert(kHidden % 8 == 0 && kInter % 8 == 0, "rows of bf16 must be multiples of 16 bytes for TMA");
+
+__device__ inline void pack4(const float* a, uint32_t* out) {
+  out[0] = pack_bf16(a[0], a[1]);
+  out[1] = pack_bf16(a[2], a[3]);
+}
 
 // silu(g) u for four elements with one reciprocal: the special function unit is what limits this epilogue. The
 // exponent is clamped so that the product of the four denominators stays finite; a sigmoid under 2^-30 reads 2^-30.
@@ -72,17 +77,18 @@ struct ForwardStream {
 
   // What the task waits for: a pair's hidden tiles, its routed rows, or (the shared expert's tokens) nothing.
   __device__ const uint32_t* awaited(const ForwardTask& t) const {
-    return t.down() ? counter(words().hidden(t.pair)) : t.shared() ? nullptr : counter(words().pulled(t.pair));
+    return counter(t.down() ? words().hidden(t.pair) : words().pulled(t.pair));
+  }
+  __device__ uint32_t target(const ForwardTask& t) const {
+    if (t.down()) return signals(((t.shared() ? kShared : kInter) + 127) / 128, t.split);
+    return t.shared() ? 0 : t.split ? kBlockM : 2 * kBlockM;
   }
   __device__ bool ready(const ForwardTask& t) const {
-    const uint32_t* word = awaited(t);
-    const uint32_t target = t.down() ? signals(((t.shared() ? kShared : kInter) + 127) / 128, t.split)
-                                     : t.split ? kBlockM : 2 * kBlockM;
-    return !has_failed(p.call) && (word == nullptr || wait_counter(p.call, word, target));
+    return !has_failed(p.call) && wait_counter(p.call, awaited(t), target(t));
   }
   // Rows were written by ordinary stores of other SMs, and TMA reads them next.
   __device__ void acquire(const ForwardTask& t) const {
-    if (const uint32_t* word = awaited(t); word != nullptr) load_acquire_gpu(word);
+    while (load_acquire_gpu(awaited(t)) < target(t)) {}
     fence_async_global();
   }
 
@@ -122,18 +128,23 @@ struct ForwardStream {
     if (!t.down()) {
       const bool valid = tile * 128 < (t.shared() ? kShared : kInter);
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        me.store(t.shared() ? &p.shared_hidden_out : &p.hidden_out, tile * 128 + half * 64, row, valid,
-                 [&](int j, uint32_t* v) { swiglu4(acc + half * 64 + j * 4, acc + half * 64 + 32 + j * 4, v); });
+      for (int half = 0; half < 2; ++half) {
+        const float *g = acc + half * 64, *u = g + 32;
+        const int32_t column = tile * 128 + half * 64;
+        me.store(t.shared() ? &p.shared_hidden_out : &p.hidden_out, column, row, valid,
+                 [&](int j, uint32_t* v) { swiglu4(g + j * 4, u + j * 4, v); });
+        if (!MOK_SAVE) continue;
+        me.store(t.shared() ? &p.save_shared_gate : &p.save_gate, column, row, valid,
+                 [&](int j, uint32_t* v) { pack4(g + j * 4, v); });
+        me.store(t.shared() ? &p.save_shared_up : &p.save_up, column, row, valid,
+                 [&](int j, uint32_t* v) { pack4(u + j * 4, v); });
+      }
       me.pending = words().hidden(t.pair);
     } else {
 #pragma unroll
       for (int c = 0; c < 4; ++c)
         me.store(t.shared() ? &p.shared_y_out : &p.y_out, tile * 256 + c * 64, row, tile * 256 < kHidden,
-                 [&](int j, uint32_t* v) {
-                   v[0] = pack_bf16(acc[c * 32 + j * 4], acc[c * 32 + j * 4 + 1]);
-                   v[1] = pack_bf16(acc[c * 32 + j * 4 + 2], acc[c * 32 + j * 4 + 3]);
-                 });
+                 [&](int j, uint32_t* v) { pack4(acc + c * 32 + j * 4, v); });
       me.pending = words().out(t.pair);
     }
   }

@@ -1,0 +1,64 @@
+// The order of calls on GPUs, and how failures are raised. Part of cpu_test.cc.
+#pragma once
+
+#include "../../cuda/ffi/call_order.h"
+#include "check.h"
+
+namespace mok::cpu {
+namespace {
+
+struct Seats {
+  std::vector<HostStatus> statuses;
+  ffi::CallOrder order;
+
+  explicit Seats(int32_t n) : statuses(size_t(n), HostStatus{}), order(statuses.data(), n) {}
+  // What a kernel leaves behind.
+  void fail(int32_t seat, uint64_t generation, Code code, int32_t rank) {
+    statuses[size_t(seat)] = {uint64_t(code), rank, 5, 6, generation};
+  }
+};
+
+void test_call_order() {
+  const int sites[2] = {};
+  Seats s(3);
+  // by run and site, and a loop's second round is another call
+  CHECK(s.order.enter(0, 7, &sites[0]).generation == 1, "first call");
+  CHECK(s.order.enter(0, 7, &sites[1]).generation == 2, "another site");
+  CHECK(s.order.enter(0, 7, &sites[0]).generation == 3, "the same site again");
+  CHECK(s.order.enter(1, 7, &sites[0]).generation == 1, "a peer takes the calls in the same order");
+  CHECK(s.order.enter(1, 7, &sites[0]).generation == 3, "and its second round, too");
+  CHECK(s.order.enter(1, 7, &sites[1]).generation == 2, "whatever came between");
+  CHECK(s.order.enter(1, 8, &sites[1]).generation == 4, "another run");
+
+  // one seat is told of its failure before, the other after the first seat of the next call came: all raise, once
+  s.fail(0, 4, Code::id_out_of_range, 1);
+  const auto first = s.order.enter(0, 9, &sites[0]);
+  CHECK(first.raise.code == Code::id_out_of_range && first.raise.rank == 1 && first.raise.value == 5, "raised");
+  CHECK(first.acknowledged == 4, "and acknowledged");
+  s.fail(1, 4, Code::id_out_of_range, 1);
+  const auto second = s.order.enter(1, 9, &sites[0]);
+  CHECK(second.generation == first.generation && second.raise.code == Code::id_out_of_range, "by the peer, too");
+  for (int32_t seat = 0; seat < 2; ++seat) {
+    CHECK(s.order.enter(seat, 10, &sites[0]).raise.ok(), "once");
+    CHECK(s.statuses[size_t(seat)].code == 0, "and forgotten");
+  }
+
+  // a failure that comes to light after the first seat has entered waits for the next call
+  CHECK(s.order.enter(0, 11, &sites[0]).raise.ok(), "nothing yet");
+  s.fail(1, 6, Code::peer_timeout, 2);
+  CHECK(s.order.enter(1, 11, &sites[0]).raise.ok(), "no rank raises alone");
+  CHECK(s.order.enter(0, 12, &sites[0]).raise.code == Code::peer_timeout, "all raise in the next call");
+  CHECK(s.order.enter(1, 12, &sites[0]).raise.code == Code::peer_timeout, "all raise in the next call");
+  CHECK(s.order.enter(1, 13, &sites[0]).raise.ok() && s.order.enter(0, 13, &sites[0]).raise.ok(), "once");
+
+  // calls without peers
+  s.fail(2, 0, Code::over_capacity, 0);
+  CHECK(s.order.take_failure(2).code == Code::over_capacity && s.order.take_failure(2).ok(), "once");
+  s.fail(2, 0, Code::over_capacity, 0);
+  CHECK(s.order.enter(0, 14, &sites[0]).raise.code == Code::over_capacity, "raised by a call with peers");
+  CHECK(s.order.enter(2, 14, &sites[0]).raise.code == Code::over_capacity, "on all of them");
+  CHECK(s.order.take_failure(2).ok(), "once");
+}
+
+}  // namespace
+}  // namespace mok::cpu
