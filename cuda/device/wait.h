@@ -32,7 +32,7 @@ __device__ inline uint64_t* last_failed(const CallState& c) {
 }
 
 // The first failure of a call on this seat is the one that the host hears of, unless it has not heard of the last yet.
-__device__ inline bool fail(const CallState& c, const Status& why) {
+__device__ __noinline__ bool fail(const CallState& c, const Status& why) {
   if (atomicExch(c.failed, 1u) != 0) return false;
   *c.status = int32_t(why.code);
   if (c.ranks > 1) *last_failed(c) = c.generation;
