@@ -9,9 +9,10 @@ from jax_mok.runtime import cuda, jit
 pytest.importorskip("cuda.core.utils", reason="needs the packages of the extra 'cuda'")
 
 SHAPES = {
-    "DeepSeek-V3-like": (7168, 2048, 8, 2048),
-    "Qwen3-30B-A3B": (2048, 768, 8, 0),
-    "odd widths": (136, 200, 3, 72),
+    "DeepSeek-V3-like": (7168, 2048, 8, 2048, True),
+    "Qwen3-30B-A3B": (2048, 768, 8, 0, False),
+    "Qwen3-30B-A3B, residuals kept": (2048, 768, 8, 0, True),
+    "odd widths": (136, 200, 3, 72, False),
 }
 
 
