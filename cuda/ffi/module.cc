@@ -2,12 +2,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "../cpu/group.h"
 #include "../cpu/rank_call.h"
+#include "../cpu/registry.h"
 #include "cpu_handlers.h"
 #include "cuda_handlers.h"
 
@@ -46,6 +48,28 @@ void set_cuda_loader(nb::callable load) {
   });
 }
 
+// Calls run on threads of their own. The functions keep the lock of Python no longer than they run.
+void set_board(nb::callable post, nb::callable read) {
+  auto* const kept = new std::pair<nb::callable, nb::callable>(std::move(post), std::move(read));  // for good
+  auto guarded = [](auto body) {
+    nb::gil_scoped_acquire gil;
+    try {
+      return body();
+    } catch (const std::exception& e) {
+      throw std::runtime_error(e.what());  // its text needs the lock that we hold here
+    }
+  };
+  mok::cpu::set_board({
+      [=](const std::string& name, const std::string& text) { guarded([&] { kept->first(name, text); return 0; }); },
+      [=](const std::string& name, double seconds) {
+        return guarded([&]() -> std::unique_ptr<std::string> {
+          const nb::object found = kept->second(name, seconds);
+          return found.is_none() ? nullptr : std::make_unique<std::string>(nb::cast<std::string>(found));
+        });
+      },
+  });
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -56,6 +80,10 @@ NB_MODULE(_native, m) {
   m.def("cuda_handlers", [] { return capsules(mok::ffi::cuda_handlers()); }, "The same for CUDA.");
   m.def("set_cuda_loader", &set_cuda_loader,
         "Takes a function (hidden, inter, top_k, experts) -> addresses of (route kernel, forward kernel, host status).");
+
+  m.def("set_board", &set_board,
+        "Takes functions post(name, text) and read(name, seconds) -> text or None, by which processes find each other; "
+        "forgets all EP groups that span processes.");
 
   m.def("padded_rows", [](int32_t p, int32_t e, int32_t k, int32_t b, int64_t t, int64_t h, int64_t i, int64_t s, int64_t r) {
     return mok::padded_rows(shape_of(p, e, k, b, t, h, i, s, r), mok::cpu::kTiles);
