@@ -32,12 +32,13 @@ struct Control::Shared {
 };
 
 struct Control::Layout {
-  int64_t runs, flags, order, bytes;
+  int64_t runs, flags, order, run_names, bytes;
   explicit Layout(int32_t ranks) {
     runs = align(sizeof(Shared));
     flags = align(runs + int64_t{ranks} * 4);
     order = align(flags + int64_t{ranks} * FlagLayout::kinds * ranks * 8);
-    bytes = align_up(order + Order::bytes(ranks), 4096);
+    run_names = align(order + Order::bytes(ranks));
+    bytes = align_up(run_names + RunNames::bytes(), 4096);
   }
 };
 
@@ -62,7 +63,7 @@ Control::Control(int32_t ranks, SharedFile file, uint64_t identity, bool found)
       }()),
       runs_(reinterpret_cast<int32_t*>(mapping_.data() + Layout(ranks).runs)),
       flags_(reinterpret_cast<uint64_t*>(mapping_.data() + Layout(ranks).flags)),
-      order_(mapping_.data() + Layout(ranks).order, ranks) {
+      order_(mapping_.data() + Layout(ranks).order, ranks), run_names_(mapping_.data() + Layout(ranks).run_names) {
   if (found) initialize(identity);
   if (shared().identity != identity)
     throw std::runtime_error("EP rank 0 shares the memory of another group; all processes must run the same program "

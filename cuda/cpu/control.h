@@ -40,6 +40,7 @@ class Control {
     return flags_ + int64_t{rank} * FlagLayout::kinds * ranks_ + FlagLayout::index(kind, peer, ranks_);
   }
   Order& order() { return order_; }
+  RunNames& run_names() { return run_names_; }
   const SharedFile& file() const { return file_; }
 
   // Under the lock: what every rank's arena and row flags take.
@@ -60,6 +61,7 @@ class Control {
   int32_t* const runs_;     // [ranks] number of the process that runs it, from 1; 0: nobody has said so
   uint64_t* const flags_;   // [ranks, kinds, ranks]
   Order order_;
+  RunNames run_names_;
   int32_t process_ = 1;     // this one's number
 };
 

@@ -105,6 +105,8 @@ Group::Place Group::enter(int32_t rank, CallKey key, const ArenaLayout& need, do
   Locked locked(control_);
   if (!locked) throw std::runtime_error(kStopped);
   if (!control_.claim(rank)) return {0, pack_abort(kLastGeneration, Wait::agreement, rank)};
+  if (control_.spans_processes() && !control_.run_names().translate(&key))
+    return {0, pack_abort(kLastGeneration, Wait::agreement, rank)};
   Order& order = control_.order();
   Order::Call* call = nullptr;
   auto seated = [&] { return lost_word() != 0 || (call = order.take_seat(rank, key, digest(need))) != nullptr; };

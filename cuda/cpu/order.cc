@@ -10,11 +10,45 @@ namespace {
 
 constexpr uint64_t kCalls = 4096;      // that may be under way at once
 constexpr uint64_t kRemembered = 256;  // calls for which an abandoned one is remembered, for ranks that come very late
+constexpr uint64_t kSites = 1024;      // call sites whose first run is remembered, the newest ones
+constexpr int64_t kFewRuns = 1024;     // by which processes may be apart
 constexpr int64_t kHeader = 64;
 
 int64_t stride(int32_t ranks) { return align_up(int64_t(sizeof(Order::Call)) + ranks, 8); }
 
 }  // namespace
+
+int64_t RunNames::bytes() { return kHeader + int64_t(kSites * sizeof(Site)); }
+
+RunNames::Site& RunNames::at(uint64_t index) {
+  return reinterpret_cast<Site*>(memory_ + kHeader)[index % kSites];
+}
+
+uint64_t RunNames::find_or_add(const CallKey& key) {
+  const uint64_t added = state().added;
+  for (uint64_t i = added > kSites ? added - kSites : 0; i < added; ++i)
+    if (at(i).site == key.site) return i;
+  at(added) = {key.site, key.run, 0};
+  state().added = added + 1;
+  return added;
+}
+
+bool RunNames::translate(CallKey* key) {
+  auto it = own_.find(key->site);
+  if (it == own_.end()) {
+    const uint64_t index = find_or_add(*key);
+    const int64_t offset = at(index).first - key->run;
+    const bool same_names = offset > -kFewRuns && offset < kFewRuns;
+    if (!same_names) at(index).translated = 1;
+    it = own_.emplace(key->site, Own{key->run, same_names ? 0 : offset, index}).first;
+  }
+  const Own& own = it->second;
+  const Site& site = at(own.index);
+  const bool first_matters = own.offset != 0 || (site.site == key->site && site.translated != 0);
+  if (first_matters && key->run < own.first) return false;
+  key->run += own.offset;
+  return true;
+}
 
 int64_t Order::bytes(int32_t ranks) { return kHeader + int64_t(kCalls) * stride(ranks); }
 

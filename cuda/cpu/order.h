@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 
 namespace mok::cpu {
 
@@ -13,6 +14,31 @@ struct CallKey {
   int64_t run = 0;
   uint64_t site = 0;
   bool operator==(const CallKey& o) const { return run == o.run && site == o.site; }
+};
+
+// XLA counts the runs of an executable from a number that is the same in every process, unless one of them has the
+// executable from a compilation cache. So the first process to come to a call site writes down what its run is called,
+// and the others translate theirs, if it is called otherwise.
+class RunNames {
+ public:
+  static int64_t bytes();
+  explicit RunNames(uint8_t* memory) : memory_(memory) {}  // zeroed memory is an empty table
+
+  // Puts the group's name of the run in place of this process's. False: a run was taken for the first one that was not,
+  // because it overtook it, and nothing can be told any more.
+  bool translate(CallKey* key);
+
+ private:
+  struct State { uint64_t added; };
+  struct Site { uint64_t site; int64_t first; uint64_t translated; };
+  struct Own { int64_t first, offset; uint64_t index; };
+
+  State& state() { return *reinterpret_cast<State*>(memory_); }
+  Site& at(uint64_t index);
+  uint64_t find_or_add(const CallKey& key);
+
+  uint8_t* const memory_;
+  std::map<uint64_t, Own> own_;  // of this process, by site
 };
 
 class Order {
