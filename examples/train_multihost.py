@@ -30,7 +30,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--output", type=Path, default=Path("runs/train_multihost"), help="seen by all processes")
     parser.add_argument("--resume", action="store_true", help="continue the run in the output directory")
-    parser.add_argument("--distributed", action="store_true", help="join the job that SLURM, MPI or Kubernetes describes")
+    parser.add_argument(
+        "--distributed", action="store_true", help="join the job that SLURM, MPI or Kubernetes describes"
+    )
     args = parser.parse_args()
 
     if args.distributed:
@@ -52,7 +54,9 @@ def main() -> int:
         checkpoints.save(args.steps, state, losses)
 
     found = digest(state.params)  # of all shards: every process has its part in it
-    console.print(f"{jax.process_count()} processes, {count} devices: steps {first} to {args.steps}, loss {losses[-1]:.4f}")
+    console.print(
+        f"{jax.process_count()} processes, {count} devices: steps {first} to {args.steps}, loss {losses[-1]:.4f}"
+    )
     console.print(f"parameters {found}")
     return 0
 

@@ -40,8 +40,8 @@ def refusal(call: Call, backend: str, platform: str) -> str | None:
         return _cuda_refusal(call)
     if call.span == processes.UNKNOWN:
         return (
-            f"it cannot be told whether the {call.ranks} devices of axis {call.axis!r} are in one process; name the mesh "
-            "with jax.set_mesh(mesh) around the call, or with jax_mok.moe(..., mesh=mesh)"
+            f"it cannot be told whether the {call.ranks} devices of axis {call.axis!r} are in one process; "
+            "name the mesh with jax.set_mesh(mesh) around the call, or with jax_mok.moe(..., mesh=mesh)"
         )
     if call.axis is not None:
         mesh = jax.sharding.get_abstract_mesh()

@@ -1,7 +1,7 @@
 """``launch``: one job of several processes on this machine.
 
-The coordination service of ``jax.distributed`` runs here, in the launcher, and not in process 0 as usual: the end of any
-process leaves the others the time to say what they were waiting for.
+The coordination service of ``jax.distributed`` runs here, in the launcher, and not in process 0 as usual: whichever
+process ends, the others have the time to say what they were waiting for.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from jax._src.lib import _jax  # the coordination service has no public name
+from jax._src import lib  # the coordination service has no public name
 
-_GRACE_S: Final = 15.0  # for the other processes to end by themselves after one has failed
+_GRACE_S: Final = 10.0  # for the other processes to end by themselves after one has failed
 _TERMINATION_S: Final = 5.0
 _HEARTBEAT_S: Final = 100
 
 
 def launch(processes: int, devices_per_process: int, script: Path, args: Sequence[str]) -> int:
     """Runs the script in every process and returns the exit code of the first that fails, or 0."""
-    address = f"127.0.0.1:{_free_port()}"
-    service: Any = _jax.get_distributed_runtime_service(
+    address = f"127.0.0.1:{free_port()}"
+    jaxlib: Any = lib
+    service = jaxlib._jax.get_distributed_runtime_service(
         address, processes, heartbeat_timeout=_HEARTBEAT_S, shutdown_timeout=int(_GRACE_S), recoverable=True
     )
     workers: list[subprocess.Popen[str]] = []
@@ -71,7 +72,7 @@ def _start(
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

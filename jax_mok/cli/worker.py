@@ -16,7 +16,9 @@ def main() -> None:
         address,
         int(processes),
         int(number),
-        local_device_ids=range(first, first + int(devices)),  # of GPUs; CPU devices are virtual, each process has its own
+        local_device_ids=range(
+            first, first + int(devices)
+        ),  # of GPUs; CPU devices are virtual, each process has its own
     )
     sys.argv = [script, *args]
     sys.path[0] = str(Path(script).parent)

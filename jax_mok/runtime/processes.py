@@ -27,8 +27,8 @@ def attach(native: Any) -> None:
 
 
 def span_of(mesh: Any, axis: Hashable | None) -> str:
-    """Names the EP groups of this mesh axis among all processes, by the order of its devices: two meshes have a group in
-    common only if they have its devices in common.
+    """Names the EP groups of this mesh axis among all processes, by the order of the mesh's devices: groups of other
+    devices have other names.
 
     ``""`` if every group is in one process. :data:`UNKNOWN` if the mesh is abstract and its devices may or may not be
     those of one process.

@@ -224,6 +224,9 @@ void test_changing_shapes_across_processes() {
 
 // A process that dies with the lock of the group leaves it to the others.
 void test_lock_of_a_dead_process() {
+#if defined(__SANITIZE_THREAD__)
+  return;  // it takes a timed lock that comes from a dead holder for none (GCC 12), and the unlock for a fault
+#endif
   Control control(2, SharedFile::create("test"), 7, true);
   const pid_t pid = fork();
   if (pid == 0) {
