@@ -233,7 +233,9 @@ def start_another_job(output: str, number: int, count: int) -> None:
         time.sleep(0.05)
     jax.distributed.shutdown()
     jax.extend.backend.clear_backends()
-    os.environ.pop("JAX_COORDINATOR_BIND_ADDRESS")  # the launcher has the service of its own job only
+    # The launcher has the service of its own job only: process 0 serves this one, and must leave it last.
+    os.environ.pop("JAX_COORDINATOR_BIND_ADDRESS")
+    jax.config.update("jax_enable_recoverability", False)
     jax.distributed.initialize(meeting.read_text(), count, number)
 
 

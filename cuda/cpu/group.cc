@@ -68,9 +68,11 @@ std::shared_ptr<Group> Group::join(int32_t ranks, const std::string& name, const
   if (h.host != host())
     throw std::runtime_error("EP rank 0 runs on another host (or in another PID namespace) than this process; on CPUs "
                              "an EP group spans processes of one host only");
-  auto file = [&](int descriptor) { return SharedFile::of_process(h.pid, descriptor); };
-  return std::shared_ptr<Group>(
-      new Group(ranks, file(h.control), file(h.arenas), file(h.row_flags), identity(ranks, name), false));
+  SharedFile control = SharedFile::of_process(h.pid, h.control), arenas = SharedFile::of_process(h.pid, h.arenas);
+  SharedFile row_flags = SharedFile::of_process(h.pid, h.row_flags);
+  if (!control || !arenas || !row_flags) return nullptr;
+  return std::shared_ptr<Group>(new Group(ranks, std::move(control), std::move(arenas), std::move(row_flags),
+                                          identity(ranks, name), false));
 }
 
 std::string Group::handle() const {

@@ -22,7 +22,8 @@ class Group {
  public:
   explicit Group(int32_t ranks);  // within this process
 
-  // Across processes: one founds the group of this name, the others join it by its handle. Both throw if they cannot.
+  // Across processes: one founds the group of this name, the others join it by its handle. Both throw if they cannot;
+  // null if the founder is gone.
   static std::shared_ptr<Group> found(int32_t ranks, const std::string& name);
   static std::shared_ptr<Group> join(int32_t ranks, const std::string& name, const std::string& handle);
   std::string handle() const;

@@ -43,7 +43,7 @@ SharedFile SharedFile::create(const std::string& label) {
 SharedFile SharedFile::of_process(int64_t pid, int descriptor) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(descriptor);
   const int own = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (own < 0)
+  if (own < 0 && errno != ENOENT)
     fail("open the shared memory of process " + std::to_string(pid) + " at " + path +
          " (the processes of an EP group must run as one user, in one PID namespace)");
   return SharedFile(own);

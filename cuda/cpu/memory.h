@@ -29,7 +29,8 @@ class SharedFile {
  public:
   SharedFile() = default;  // no file
   static SharedFile create(const std::string& label);
-  static SharedFile of_process(int64_t pid, int descriptor);  // the one that another process has open
+  // The one that another process has open; none if there is no such process any more.
+  static SharedFile of_process(int64_t pid, int descriptor);
   ~SharedFile();
   SharedFile(SharedFile&& o) noexcept : descriptor_(o.descriptor_) { o.descriptor_ = -1; }
   SharedFile& operator=(SharedFile&&) = delete;

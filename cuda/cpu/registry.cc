@@ -62,7 +62,9 @@ std::shared_ptr<Group> join(const GroupName& name, double patience_s) {
   // a peer of this process may have been faster
   if (const auto it = r.spanning.find(name.name); it != r.spanning.end()) return it->second;
   if (Group::is_own(*handle)) throw std::runtime_error("this process has left the job that the EP group belongs to");
-  return r.spanning[name.name] = Group::join(name.ranks, name.name, *handle);
+  const std::shared_ptr<Group> group = Group::join(name.ranks, name.name, *handle);
+  if (group != nullptr) r.spanning[name.name] = group;
+  return group;
 }
 
 template <class Visit>

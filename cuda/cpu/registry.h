@@ -24,8 +24,8 @@ struct GroupName {
   bool spans_processes;
 };
 
-// The rank's group; null if it spans processes and its founder, the process of rank 0, does not post it in time. A
-// group of one needs no peers to agree with it, so any idle one serves; it goes back when the pointer dies.
+// The rank's group; null if it spans processes and its founder, the process of rank 0, does not post it in time or is
+// gone. A group of one needs no peers to agree with it, so any idle one serves; it goes back when the pointer dies.
 std::shared_ptr<Group> get_group(const GroupName& name, int32_t rank, double patience_s);
 
 // Over all groups of the process, for tests and diagnostics.

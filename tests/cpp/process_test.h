@@ -262,7 +262,11 @@ void test_joining() {
   expect_refusal("another host", [&] { Group::join(3, kGroupName, "elsewhere 1 3 4 5"); });
   expect_refusal("is not the handle", [&] { Group::join(3, kGroupName, "nonsense"); });
   const std::string host = handle.substr(0, handle.find(' '));
-  expect_refusal("open the shared memory of process 1 ", [&] { Group::join(3, kGroupName, host + " 1 999 4 5"); });
+  const SharedFile other = SharedFile::create("something else");
+  const std::string last = handle.substr(handle.rfind(' '));
+  const std::string foreign = host + " " + num(getpid()) + " " + num(other.descriptor()) + last + last;
+  CHECK(Group::join(3, kGroupName, host + " 99999999 3 4 5") == nullptr, "the founder is gone");
+  expect_refusal("not that of this group", [&] { Group::join(3, kGroupName, foreign); });
 
   // The board of a job: rank 0 posts, the others read; another job knows nothing of this one's groups.
   std::map<std::string, std::string> texts;
