@@ -189,7 +189,7 @@ def ambiguous(output: str) -> None:
     report(output, {"refusal": refusal, "y": y})
 
 
-CONFIG = mok.MoEConfig(backend="cpu", timeout_s=1.5, first_call_timeout_s=100)
+CONFIG = mok.MoEConfig(backend="cpu", timeout_s=2.5, first_call_timeout_s=100)
 
 
 class Steps:
@@ -265,7 +265,7 @@ def late(output: str) -> None:
     me = jax.process_index()
     step, found = Steps(lambda rank, now: None), []
     for number in range(5):
-        time.sleep({(1, 0): 3.0, (1, 2): 4.0, (0, 3): 2.5}.get((me, number), 0.0))
+        time.sleep({(1, 0): 4.0, (1, 2): 5.5, (0, 3): 4.0}.get((me, number), 0.0))
         if (me, number) != (1, 4):  # "an error before its call"
             found.append(step())
     start_another_job(output, me, jax.process_count())

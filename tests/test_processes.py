@@ -107,11 +107,11 @@ def test_late_processes_and_another_job(tmp_path):
     for slow_start, second, timed_out, after, *_, restarted in (zero, one):
         assert slow_start["digest"] == second["digest"] == after["digest"] == restarted["digest"]
         assert timed_out["error"] == "PeerTimeoutError"
-    assert zero[0]["seconds"] > 2  # longer than timeout_s, and no error
+    assert zero[0]["seconds"] > 3  # longer than timeout_s, and no error
     skipped = zero[4]
     for error in (zero[2], one[2], skipped):
         assert error["error"] == "PeerTimeoutError"
-        assert re.search(r"EP rank [23] of 4 .* within 1\.5", error["message"])
+        assert re.search(r"EP rank [23] of 4 .* within 2\.5", error["message"])
         assert error["seconds"] < process_cases.CONFIG.timeout_s + 2
 
 

@@ -14,6 +14,8 @@
 namespace mok::cpu {
 namespace {
 
+constexpr int64_t kPage = 4096;
+
 const char* const kStopped = "a process of the EP group is stopped in the middle of entering or leaving a call";
 
 uint64_t digest(const std::string& text, uint64_t h = 1469598103934665603ull) {
@@ -45,7 +47,8 @@ struct Handle {
 Handle parse(const std::string& text) {
   Handle h;
   if (!(std::istringstream(text) >> h.host >> h.pid >> h.control >> h.arenas >> h.row_flags))
-    throw std::runtime_error("'" + text + "' is not the handle of an EP group; all processes must run the same version of jax_mok");
+    throw std::runtime_error("'" + text + "' is not the handle of an EP group; all processes must run the same version "
+                             "of jax_mok");
   return h;
 }
 
@@ -59,8 +62,9 @@ Group::Group(int32_t ranks, SharedFile control, SharedFile arenas, SharedFile ro
       arenas_(ranks, std::move(arenas)), row_flags_(ranks, std::move(row_flags)), scratch_(size_t(ranks)) {}
 
 std::shared_ptr<Group> Group::found(int32_t ranks, const std::string& name) {
-  return std::shared_ptr<Group>(new Group(ranks, SharedFile::create("jax_mok control"), SharedFile::create("jax_mok arenas"),
-                                          SharedFile::create("jax_mok row flags"), identity(ranks, name), true));
+  auto file = [](const char* label) { return SharedFile::create(std::string("jax_mok ") + label); };
+  return std::shared_ptr<Group>(
+      new Group(ranks, file("control"), file("arenas"), file("row flags"), identity(ranks, name), true));
 }
 
 std::shared_ptr<Group> Group::join(int32_t ranks, const std::string& name, const std::string& handle) {
@@ -143,7 +147,8 @@ bool Group::lacks_room(const ArenaLayout& need) const {
 void Group::make_room(const ArenaLayout& need) {
   if (!lacks_room(need)) return;
   Control::Room& room = control_.room();
-  const Control::Room wanted{align_up(std::max(room.arena, need.bytes), 4096), align_up(std::max(room.flags, need.flag_bytes), 4096)};
+  const Control::Room wanted{align_up(std::max(room.arena, need.bytes), kPage),
+                             align_up(std::max(room.flags, need.flag_bytes), kPage)};
   arenas_.resize(wanted.arena);
   row_flags_.resize(wanted.flags);
   room = wanted;

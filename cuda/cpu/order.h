@@ -56,7 +56,7 @@ class Order {
   static int64_t bytes(int32_t ranks);
   Order(uint8_t* memory, int32_t ranks) : memory_(memory), ranks_(ranks) {}  // zeroed memory is an order without calls
 
-  // Seats the rank in the oldest call with this key that it has not been in, or in a new one. Null if the order is full.
+  // Seats the rank in the oldest call with this key that it has not been in, or in a new one. Null if there is no room.
   Call* take_seat(int32_t rank, CallKey key, uint64_t need);
   Call* find(uint64_t generation);
   void leave(int32_t rank, uint64_t generation);

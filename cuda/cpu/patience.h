@@ -8,7 +8,8 @@ namespace mok::cpu {
 
 class Patience {
  public:
-  explicit Patience(double seconds) : limit_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds))) {}
+  explicit Patience(double seconds)
+      : limit_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds))) {}
 
   // Whether `progress` has been the same for longer than the limit. The first question starts the clock.
   bool is_out(uint64_t progress) {

@@ -54,7 +54,8 @@ uint64_t site_number(std::string_view kind, const xf::Dictionary& attributes) {
   uint64_t h = mix(1469598103934665603ull, kind);
   for (const char* name : {"hidden", "inter", "top_k", "ranks", "experts", "max_rows"})
     h = mix(h, std::to_string(attribute<int64_t>(attributes, name)));
-  for (const char* name : {"residuals", "axis", "mesh", "span"}) h = mix(h, attribute<std::string_view>(attributes, name));
+  for (const char* name : {"residuals", "axis", "mesh", "span"})
+    h = mix(h, attribute<std::string_view>(attributes, name));
   std::lock_guard<std::mutex> lock(mutex);
   return mix(h, std::to_string(++(*seen)[h]));
 }
@@ -90,11 +91,12 @@ Decoded decode(const xf::RemainingArgs& in, const xf::Dictionary& attributes, xf
   const std::string span = text("span");
   const double timeout_s = attribute<double>(attributes, "timeout_s");
   const double first_s = span.empty() ? timeout_s : attribute<double>(attributes, "first_call_timeout_s");
+  const std::string group = text("mesh") + "/" + text("axis") + "/" + std::to_string(coords[1]) + "/" + span;
   return {{shape, coords[0], site->is_first_visit(coords[0]) ? first_s : timeout_s, timeout_s,
            data(in, kX), static_cast<const int32_t*>(data(in, kIds)), static_cast<const float*>(data(in, kWeights)),
            {data(in, kGate), data(in, kUp), data(in, kDown)},
            {data(in, kSharedGate), data(in, kSharedUp), data(in, kSharedDown)}},
-          {text("mesh") + "/" + text("axis") + "/" + std::to_string(coords[1]) + "/" + span, shape.ranks, !span.empty()},
+          {group, shape.ranks, !span.empty()},
           {run.run_id, site->number()},
           first_s > timeout_s ? first_s : timeout_s};
 }
@@ -194,8 +196,10 @@ XLA_FFI_Error* with_registered_type(XLA_FFI_CallFrame* frame) {
 
 std::vector<Handler> cpu_handlers() {
   auto stage = [](auto* handler) { return reinterpret_cast<void*>(handler); };
-  return {{"jax_mok_forward", stage(&with_registered_type<kInstantiateForward>), stage(&with_registered_type<kForward>)},
-          {"jax_mok_backward", stage(&with_registered_type<kInstantiateBackward>), stage(&with_registered_type<kBackward>)}};
+  return {{"jax_mok_forward", stage(&with_registered_type<kInstantiateForward>),
+           stage(&with_registered_type<kForward>)},
+          {"jax_mok_backward", stage(&with_registered_type<kInstantiateBackward>),
+           stage(&with_registered_type<kBackward>)}};
 }
 
 }  // namespace mok::ffi
