@@ -1,9 +1,10 @@
 """Train the demo's transformer on one process or on many, and print a digest of the final parameters.
 
     pip install 'jax_mok[demo]'
-    python examples/train_multihost.py                                               # one process
-    python -m jax_mok launch -n 4 examples/train_multihost.py                        # four, on this machine
-    srun --ntasks-per-node=4 python examples/train_multihost.py --distributed        # a SLURM job
+    python examples/train_multihost.py                                                   # one process
+    python -m jax_mok launch -n 4 examples/train_multihost.py                            # four, on this machine
+    python -m jax_mok launch -n 2 --devices-per-process 2 examples/train_multihost.py    # the same end
+    srun --ntasks-per-node=4 python examples/train_multihost.py --distributed            # a SLURM job
 
 All devices of the job make one EP group, whatever process they are in. Every process runs this same script; each knows
 its own devices and the mesh of all. See docs/many-processes.md.
@@ -39,8 +40,9 @@ def main() -> int:
         jax.distributed.initialize()
     count = jax.device_count()
     mesh = devices.expert_mesh(count)
-    model = ModelConfig(layers=2, hidden=64, inter=128, experts=16, sequence=64, moe=MoEConfig(residuals="save"))
-    settings = Settings("flax", model, batch=16, devices=count, learning_rate=3e-3)
+    size = max(16, count)  # experts and sequences: at least one of each on every device
+    model = ModelConfig(layers=2, hidden=64, inter=128, experts=size, sequence=64, moe=MoEConfig(residuals="save"))
+    settings = Settings("flax", model, batch=size, devices=count, learning_rate=3e-3)
     plan = Plan(args.steps, args.output, args.resume)
 
     trainer = Trainer(build(model, mesh, settings.seed), mesh, settings)  # the same seed, so the same parameters

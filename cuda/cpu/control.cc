@@ -16,7 +16,7 @@
 namespace mok::cpu {
 namespace {
 
-constexpr time_t kLockSeconds = 30;  // the lock is held for microseconds
+constexpr int kLockSeconds = 30;  // the lock is held for microseconds
 
 int64_t align(int64_t at) { return align_up(at, 64); }
 
@@ -82,10 +82,13 @@ void Control::initialize(uint64_t identity) {
 }
 
 bool Control::lock() {
-  timespec until;
-  clock_gettime(CLOCK_REALTIME, &until);
-  until.tv_sec += kLockSeconds;
-  const int result = pthread_mutex_timedlock(&shared().mutex, &until);
+  int result = ETIMEDOUT;
+  for (int i = 0; i < kLockSeconds && result == ETIMEDOUT; ++i) {  // second by second: the clock may be set meanwhile
+    timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    ++until.tv_sec;
+    result = pthread_mutex_timedlock(&shared().mutex, &until);
+  }
   // The holder died. What the lock protects is sound after every store, and the holder's end will be noticed.
   if (result == EOWNERDEAD) pthread_mutex_consistent(&shared().mutex);
   return result == 0 || result == EOWNERDEAD;
