@@ -5,6 +5,7 @@ from jax_mok._config import Experts, MoEConfig
 from jax_mok._errors import (
     CapacityError,
     MoEError,
+    PeerDiedError,
     PeerFailedError,
     PeerTimeoutError,
     RoutingError,
@@ -22,6 +23,7 @@ __all__ = [
     "Experts",
     "MoEConfig",
     "MoEError",
+    "PeerDiedError",
     "PeerFailedError",
     "PeerTimeoutError",
     "RoutingError",

@@ -14,6 +14,7 @@ from jax_mok import _op, _varying, backends
 from jax_mok._call import check_experts, check_tokens, make_call
 from jax_mok._config import Experts, MoEConfig
 from jax_mok._mesh import ambient_mesh, check_experts_divide, check_token_axes
+from jax_mok.runtime import processes
 
 
 class Stats(NamedTuple):
@@ -99,8 +100,9 @@ def local_moe(
             f"{sorted(map(str, manual))}). Call local_moe inside jax.shard_map over that axis, use jax_mok.moe on "
             "global arrays, or pass axis=None for P = 1."
         )
-    platform = backends.platform_of(ambient_mesh())
-    return _local_moe(x, expert_ids, router_weights, experts, shared, axis, config, with_stats, platform)
+    mesh = ambient_mesh()
+    platform, span = backends.platform_of(mesh), processes.span_of(mesh, axis)
+    return _local_moe(x, expert_ids, router_weights, experts, shared, axis, config, with_stats, platform, span)
 
 
 def _local_moe(
@@ -113,6 +115,7 @@ def _local_moe(
     config: MoEConfig,
     with_stats: bool,
     platform: str,
+    span: str,
 ) -> Any:
     check_tokens(x, expert_ids, router_weights)
     lead, hidden = x.shape[:-1], x.shape[-1]
@@ -120,7 +123,7 @@ def _local_moe(
     top_k = expert_ids.shape[-1]
     x_flat = x.reshape(tokens, hidden)
     ids, weights = expert_ids.reshape(tokens, top_k), router_weights.reshape(tokens, top_k)
-    call = make_call(x_flat, ids, weights, experts, shared, axis, config)
+    call = make_call(x_flat, ids, weights, experts, shared, axis, config, span)
     args = (x_flat, ids, weights, experts, shared)
     args = _varying.vary_over(args, _varying.union_of(args))
     y, stats = _op.apply(call, backends.select(call, platform), args)
@@ -205,7 +208,7 @@ def moe(
     num_experts, _ = check_experts("experts", experts, x.shape[-1], x.dtype, shared=False)
     if mesh is None:
         platform = backends.platform_of(None)
-        return _local_moe(x, expert_ids, router_weights, experts, shared, None, config, with_stats, platform)
+        return _local_moe(x, expert_ids, router_weights, experts, shared, None, config, with_stats, platform, "")
 
     token_axes = check_token_axes(mesh, axis, token_axes)
     check_experts_divide(mesh, axis, num_experts)
@@ -225,10 +228,10 @@ def moe(
     by_token, by_expert = P(token_axes or None), P(axis)
     specs = (by_token, by_token, by_token, Experts(*[by_expert] * 3), None if shared is None else Experts(*[P()] * 3))
     args = _reshard((x, expert_ids, router_weights, experts, shared), specs, mesh)
-    platform = backends.platform_of(mesh)
+    platform, span = backends.platform_of(mesh), processes.span_of(mesh, axis)
 
     def local(x: Any, expert_ids: Any, router_weights: Any, experts: Any, shared: Any) -> tuple[jax.Array, Stats]:
-        y, stats = _local_moe(x, expert_ids, router_weights, experts, shared, axis, config, True, platform)
+        y, stats = _local_moe(x, expert_ids, router_weights, experts, shared, axis, config, True, platform, span)
         other = tuple(a for a in token_axes if a != axis)
         if other:
             stats = Stats(

@@ -30,6 +30,7 @@ class Call:
     dtype: str
     axis: Hashable | None  # name of the EP mesh axis; None = no group
     config: MoEConfig
+    span: str = ""  # names EP groups that span processes (runtime/processes.py); "" = every group is in one process
 
     @property
     def local_experts(self) -> int:
@@ -107,7 +108,14 @@ def check_tokens(x: Any, expert_ids: Any, router_weights: Any) -> None:
 
 
 def make_call(
-    x: Any, expert_ids: Any, router_weights: Any, experts: Any, shared: Any, axis: Hashable | None, config: MoEConfig
+    x: Any,
+    expert_ids: Any,
+    router_weights: Any,
+    experts: Any,
+    shared: Any,
+    axis: Hashable | None,
+    config: MoEConfig,
+    span: str = "",
 ) -> Call:
     """Checks one rank's local arrays (``x [T, H]``) and returns their static description."""
     if not isinstance(config, MoEConfig):
@@ -139,4 +147,5 @@ def make_call(
         dtype=jnp.dtype(x.dtype).name,
         axis=axis,
         config=config,
+        span=span if ranks > 1 else "",
     )

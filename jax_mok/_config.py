@@ -41,6 +41,8 @@ class MoEConfig:
       times the balanced size.
     - ``timeout_s``: seconds without a sign of life after which a rank gives up on a peer
       (:class:`PeerTimeoutError` on every rank).
+    - ``first_call_timeout_s``: the same, in an EP group that spans processes, for peers to arrive at the first call of
+      each compiled program, which they may still be compiling.
 
     **Raises** ``ValueError`` for a value outside these.
     """
@@ -49,16 +51,18 @@ class MoEConfig:
     residuals: Residuals = "save"
     capacity_factor: float | None = None
     timeout_s: float = 60.0
+    first_call_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name, allowed in (("backend", get_args(Backend)), ("residuals", get_args(Residuals))):
             if (given := getattr(self, name)) not in allowed:
                 raise ValueError(f"MoEConfig.{name} is {given!r}; it must be one of {', '.join(map(repr, allowed))}.")
-        for name in ("capacity_factor", "timeout_s"):
+        for name in ("capacity_factor", "timeout_s", "first_call_timeout_s"):
             given = getattr(self, name)
             if name == "capacity_factor" and given is None:
                 continue
             if not (isinstance(given, int | float) and math.isfinite(given) and given > 0):
                 raise ValueError(f"MoEConfig.{name} is {given!r}; it must be a finite number greater than 0.")
-        if self.timeout_s > 86400:
-            raise ValueError(f"MoEConfig.timeout_s is {self.timeout_s!r}; it must be at most 86400 seconds.")
+        for name in ("timeout_s", "first_call_timeout_s"):
+            if (given := getattr(self, name)) > 86400:
+                raise ValueError(f"MoEConfig.{name} is {given!r}; it must be at most 86400 seconds.")

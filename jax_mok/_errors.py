@@ -32,12 +32,17 @@ class PeerFailedError(MoEError):
     """A rank ended the call by an error of its own (out of memory, for example), which it reports itself."""
 
 
+class PeerDiedError(MoEError):
+    """The process of a rank ended, or left the job. Its EP group cannot be used any more."""
+
+
 class ShapeMismatchError(MoEError):
-    """The ranks of one EP group made calls of different shapes."""
+    """The ranks of one EP group made calls of different shapes, or two processes claim to be the same rank."""
 
 
 _TYPES = {
-    cls.__name__: cls for cls in (RoutingError, CapacityError, PeerTimeoutError, PeerFailedError, ShapeMismatchError)
+    cls.__name__: cls
+    for cls in (RoutingError, CapacityError, PeerTimeoutError, PeerFailedError, PeerDiedError, ShapeMismatchError)
 }
 _TAG = re.compile(r"jax_mok (\w+): (.*)", re.DOTALL)
 

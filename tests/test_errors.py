@@ -111,6 +111,8 @@ def test_config():
         ("timeout_s", -1.0),
         ("timeout_s", float("inf")),
         ("timeout_s", 1e6),
+        ("first_call_timeout_s", 0),
+        ("first_call_timeout_s", 1e6),
     ):
         with pytest.raises(ValueError, match=f"MoEConfig.{field} is"):
             mok.MoEConfig(**{field: value})

@@ -28,7 +28,10 @@ struct FlagLayout {
   }
 };
 
-// The abort word: generation, wait and culprit in one store. Generations stay under 2^40.
+// The abort word: generation, wait and culprit in one store. Generations stay under 2^40; an abort of the last one is
+// an abort of all.
+constexpr uint64_t kLastGeneration = (uint64_t{1} << 40) - 1;
+
 MOK_HD uint64_t pack_abort(uint64_t generation, Wait wait, int32_t culprit) {
   return (generation << 24) | (uint64_t(wait) << 20) | uint64_t(culprit & 0xfffff);
 }
@@ -37,7 +40,12 @@ MOK_HD Status abort_status(uint64_t word) {
   Status s;
   s.rank = int32_t(word & 0xfffff);
   s.value = int64_t((word >> 20) & 0xf);
-  s.code = Wait(s.value) == Wait::failure ? Code::peer_failed : Code::peer_timeout;
+  switch (Wait(s.value)) {
+    case Wait::failure: s.code = Code::peer_failed; break;
+    case Wait::death: s.code = Code::peer_died; break;
+    case Wait::agreement: s.code = Code::shape_mismatch; break;
+    default: s.code = Code::peer_timeout;
+  }
   return s;
 }
 

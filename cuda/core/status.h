@@ -12,9 +12,25 @@ enum class Code : int32_t {
   peer_timeout = 3,     // rank = the one that did not answer, value = the wait that expired
   shape_mismatch = 4,   // rank = one whose call has another shape
   peer_failed = 5,      // rank = one that ended its call by an error of its own
+  peer_died = 6,        // rank = one whose process ended
 };
 
-enum class Wait : int32_t { previous_call = 0, routes = 1, rows = 2, finish = 3, failure = 4 };
+// What a rank waited for when it gave up, or what it learned instead.
+enum class Wait : int32_t {
+  previous_call = 0,
+  routes = 1,
+  rows = 2,
+  finish = 3,
+  failure = 4,
+  death = 5,
+  agreement = 6,  // on the shape of the call and on who runs which rank
+  introduction = 7,  // to the group's shared memory
+};
+
+// Whether the wait is one for peers to arrive at a call, not one for them to work on it.
+MOK_HD bool is_arrival(Wait what) {
+  return what == Wait::previous_call || what == Wait::routes || what == Wait::introduction;
+}
 
 struct Status {
   Code code = Code::ok;

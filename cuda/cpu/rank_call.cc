@@ -6,14 +6,13 @@
 #include <mutex>
 #include <thread>
 
+#include "patience.h"
 #include "threads.h"
 
 namespace mok::cpu {
 namespace {
 
 constexpr int kTaskKinds = int(TaskKind::combine) + 1;
-
-using Clock = std::chrono::steady_clock;
 
 // Spin, then yield, then sleep: cheap when the answer is near, and 72 ranks on two cores still get work done.
 class Backoff {
@@ -24,6 +23,7 @@ class Backoff {
     std::this_thread::sleep_for(std::chrono::microseconds(n_ < 512 ? 50 : 500));
   }
   bool slow() const { return n_ > 128; }
+  bool very_slow() const { return n_ > 512 && n_ % 16 == 0; }  // every few milliseconds
 
  private:
   int n_ = 0;
@@ -142,23 +142,16 @@ void RankCall::raise_flag(int32_t kind, uint64_t value) {
 template <class Ready>
 bool RankCall::wait(Wait what, int32_t peer, Ready ready) {
   Backoff backoff;
-  uint64_t seen = 0;
-  Clock::time_point deadline{};
+  Patience patience(limit_s(what));
   for (;;) {
     if (ready()) return true;
     backoff.pause();
     if (!backoff.slow()) continue;
     if (failed_.load(std::memory_order_acquire) || peer_aborted()) return false;
+    if (backoff.very_slow()) group_.look_for_lost();
     // A group in which somebody works is slow, not dead (the peer may itself be waiting for the one that works): the
     // deadline starts again with every task that any rank finishes, and there are only so many.
-    uint64_t progress = 0;
-    for (int32_t r = 0; r < shape_.ranks; ++r)
-      progress += __atomic_load_n(group_.flag(r, FlagLayout::progress, r), __ATOMIC_RELAXED);
-    const auto now = Clock::now();
-    if (deadline == Clock::time_point{} || progress != seen) {
-      seen = progress;
-      deadline = now + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(args_.timeout_s));
-    } else if (now > deadline) {
+    if (patience.is_out(group_.progress())) {
       abort_group(what, peer);
       return false;
     }

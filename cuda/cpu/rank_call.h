@@ -22,7 +22,8 @@ struct Weights {
 struct CallArgs {
   Shape shape;
   int32_t rank;
-  double timeout_s;
+  double arrival_timeout_s;       // for peers to come to the call
+  double timeout_s;               // for everything else
   const void* x;                  // [T, H]
   const int32_t* ids;             // [T, K]
   const float* router_weights;    // [T, K]
@@ -106,6 +107,7 @@ class RankCall {
   template <class Ready>
   bool wait(Wait what, int32_t peer, Ready ready);
   bool peer_aborted();
+  double limit_s(Wait what) const { return is_arrival(what) ? args_.arrival_timeout_s : args_.timeout_s; }
   void fail(const Status& status);
   void abort_group(Wait what, int32_t culprit);
   void raise_flag(int32_t kind, uint64_t value);

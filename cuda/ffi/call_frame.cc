@@ -3,6 +3,16 @@
 namespace mok::ffi {
 namespace {
 
+const char* wait_name(Wait what) {
+  switch (what) {
+    case Wait::previous_call: return "finish its previous call";
+    case Wait::routes: return "arrive with its routes";
+    case Wait::rows: return "deliver its rows";
+    case Wait::introduction: return "share the memory of the group";
+    default: return "finish the call";
+  }
+}
+
 std::string message(const Status& s, const Shape& shape, double timeout_s) {
   auto num = [](int64_t v) { return std::to_string(v); };
   const std::string who = "EP rank " + num(s.rank) + " of " + num(shape.ranks);
@@ -15,17 +25,17 @@ std::string message(const Status& s, const Shape& shape, double timeout_s) {
       return "jax_mok CapacityError: " + num(s.value) + " rows are routed to " + who + ", which may hold " +
              num(s.extra) + ". Raise MoEConfig.capacity_factor, or set it to None for room for the worst case.";
     case Code::shape_mismatch:
-      return "jax_mok ShapeMismatchError: " + who + " made this call with another shape than its peers. All ranks of an "
-             "EP group must run the same program.";
+      return "jax_mok ShapeMismatchError: " + who + " made this call with another shape than its peers, or in another "
+             "process than before. All ranks of an EP group must run the same program on the same mesh.";
     case Code::peer_failed:
       return "jax_mok PeerFailedError: " + who + " ended this call by an error of its own.";
-    default: {
-      static const char* const kWaits[] = {"finish its previous call", "arrive with its routes", "deliver its rows",
-                                           "finish the call"};
-      return "jax_mok PeerTimeoutError: " + who + " did not " + kWaits[s.value & 3] + " within " +
-             std::to_string(timeout_s) + " s. It died, runs another program, or is slower than "
-             "MoEConfig.timeout_s allows.";
-    }
+    case Code::peer_died:
+      return "jax_mok PeerDiedError: " + who + " is gone: its process ended or left the job. The group cannot be used "
+             "any more; see what that process printed last, and start the job again from a checkpoint.";
+    default:
+      return "jax_mok PeerTimeoutError: " + who + " did not " + wait_name(Wait(s.value)) + " within " +
+             std::to_string(timeout_s) + " s. It died, runs another program, or is slower than MoEConfig.timeout_s "
+             "(for the first call of a program across processes: MoEConfig.first_call_timeout_s) allows.";
   }
 }
 
@@ -34,7 +44,8 @@ xf::ErrorCode error_code(Code code) {
     case Code::id_out_of_range: return xf::ErrorCode::kInvalidArgument;
     case Code::over_capacity: return xf::ErrorCode::kResourceExhausted;
     case Code::shape_mismatch: return xf::ErrorCode::kFailedPrecondition;
-    case Code::peer_failed: return xf::ErrorCode::kAborted;
+    case Code::peer_failed:
+    case Code::peer_died: return xf::ErrorCode::kAborted;
     default: return xf::ErrorCode::kDeadlineExceeded;
   }
 }

@@ -5,11 +5,16 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <new>
+#include <set>
 #include <string>
+#include <string_view>
 
 #include "../cpu/layer.h"
+#include "../cpu/registry.h"
 #include "../cpu/threads.h"
 #include "call_frame.h"
 
@@ -17,12 +22,50 @@ namespace mok::ffi {
 namespace {
 
 // One per call site of a compiled program, shared by all devices that run it: what tells two calls of a run apart.
-struct CallSite {
+class CallSite {
+ public:
   static xf::TypeId id;
+
+  explicit CallSite(uint64_t number) : number_(number) {}
+  uint64_t number() const { return number_; }
+  // Whether the rank has not been here before: its peers may still be compiling the program.
+  bool is_first_visit(int32_t rank) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return visitors_.insert(rank).second;
+  }
+
+ private:
+  const uint64_t number_;
+  std::mutex mutex_;
+  std::set<int32_t> visitors_;
 };
 xf::TypeId CallSite::id = {};
 
-xf::ErrorOr<std::unique_ptr<CallSite>> instantiate() { return std::make_unique<CallSite>(); }
+uint64_t mix(uint64_t h, std::string_view text) {  // FNV-1a
+  for (unsigned char c : text) h = (h ^ c) * 1099511628211ull;
+  return (h ^ 0xff) * 1099511628211ull;
+}
+
+// The same number in every process for the same call site: XLA sets up the sites of a program in one order, and the
+// processes of a job compile the same programs in the same order. So a site is the n-th one with its attributes.
+uint64_t site_number(std::string_view kind, const xf::Dictionary& attributes) {
+  static std::mutex mutex;
+  static auto* const seen = new std::map<uint64_t, uint64_t>;
+  uint64_t h = mix(1469598103934665603ull, kind);
+  for (const char* name : {"hidden", "inter", "top_k", "ranks", "experts", "max_rows"})
+    h = mix(h, std::to_string(attribute<int64_t>(attributes, name)));
+  for (const char* name : {"residuals", "axis", "mesh", "span"})
+    h = mix(h, attribute<std::string_view>(attributes, name));
+  std::lock_guard<std::mutex> lock(mutex);
+  return mix(h, std::to_string(++(*seen)[h]));
+}
+
+xf::ErrorOr<std::unique_ptr<CallSite>> instantiate_forward(xf::Dictionary attributes) {
+  return std::make_unique<CallSite>(site_number("forward", attributes));
+}
+xf::ErrorOr<std::unique_ptr<CallSite>> instantiate_backward(xf::Dictionary attributes) {
+  return std::make_unique<CallSite>(site_number("backward", attributes));
+}
 
 // The residuals from position `first` on; none of them unless they were saved.
 template <class Buffers>
@@ -34,19 +77,28 @@ cpu::SavedBuffers saved_buffers(const Buffers& buffers, size_t first, bool save)
 
 struct Decoded {
   cpu::CallArgs args;
-  int32_t group;
-  std::string mesh;
+  cpu::GroupName group;
+  cpu::CallKey key;
+  double patience_s;  // for the calls before this one, whose peers may still be compiling
+
+  double limit_s(const Status& s) const { return is_arrival(Wait(s.value)) ? args.arrival_timeout_s : args.timeout_s; }
 };
 
-Decoded decode(const xf::RemainingArgs& in, const xf::Dictionary& attributes) {
+Decoded decode(const xf::RemainingArgs& in, const xf::Dictionary& attributes, xf::RunId run, CallSite* site) {
   const auto* coords = static_cast<const int32_t*>(data(in, kCoords));
-  return {{shape_of(in, attributes), coords[0], attribute<double>(attributes, "timeout_s"), data(in, kX),
-           static_cast<const int32_t*>(data(in, kIds)), static_cast<const float*>(data(in, kWeights)),
+  const Shape shape = shape_of(in, attributes);
+  auto text = [&](const char* name) { return std::string(attribute<std::string_view>(attributes, name)); };
+  const std::string span = text("span");
+  const double timeout_s = attribute<double>(attributes, "timeout_s");
+  const double first_s = span.empty() ? timeout_s : attribute<double>(attributes, "first_call_timeout_s");
+  const std::string group = text("mesh") + "/" + text("axis") + "/" + std::to_string(coords[1]) + "/" + span;
+  return {{shape, coords[0], site->is_first_visit(coords[0]) ? first_s : timeout_s, timeout_s,
+           data(in, kX), static_cast<const int32_t*>(data(in, kIds)), static_cast<const float*>(data(in, kWeights)),
            {data(in, kGate), data(in, kUp), data(in, kDown)},
            {data(in, kSharedGate), data(in, kSharedUp), data(in, kSharedDown)}},
-          coords[1],
-          std::string(attribute<std::string_view>(attributes, "mesh")) + "/" +
-              std::string(attribute<std::string_view>(attributes, "axis"))};
+          {group, shape.ranks, !span.empty()},
+          {run.run_id, site->number()},
+          first_s > timeout_s ? first_s : timeout_s};
 }
 
 int worker_count(const Shape& shape) {
@@ -56,17 +108,24 @@ int worker_count(const Shape& shape) {
 
 using Body = std::function<Status(cpu::Group&, uint64_t generation)>;
 
+// Finds the rank's group, waits for the rank's turn in it and runs its part.
+Status run_in_group(const Decoded& call, const Body& body) {
+  const cpu::CallArgs& args = call.args;
+  const auto group = cpu::get_group(call.group, args.rank, args.arrival_timeout_s);
+  if (group == nullptr) return abort_status(pack_abort(0, Wait::introduction, 0));
+  const cpu::Entrance entrance(*group, args.rank, call.key, arena_layout(args.shape, cpu::kTiles), call.patience_s);
+  return entrance.abandoned() ? entrance.why() : body(*group, entrance.generation());
+}
+
 // Runs one rank's call on a thread of its own, in the group's order.
-xf::Future launch(const Decoded& call, int64_t run_id, const CallSite* site, Body body) {
+xf::Future launch(const Decoded& call, Body body) {
   xf::Promise promise;
   xf::Future future(promise);
-  auto job = [call, run_id, site, promise, body = std::move(body)]() mutable {
+  auto job = [call, promise, body = std::move(body)]() mutable {
     Status status;
     std::string failure;
     try {
-      const std::shared_ptr<cpu::Group> group = cpu::Group::get(call.args.shape.ranks, call.mesh, call.group);
-      const cpu::Entrance entrance(*group, call.args.rank, {run_id, site}, arena_layout(call.args.shape, cpu::kTiles));
-      status = entrance.abandoned() ? entrance.why() : body(*group, entrance.generation());
+      status = run_in_group(call, body);
     } catch (const std::bad_alloc&) {
       failure = "jax_mok: out of host memory for the buffers of an MoE call; lower MoEConfig.capacity_factor or the batch";
     } catch (const std::exception& e) {
@@ -74,7 +133,7 @@ xf::Future launch(const Decoded& call, int64_t run_id, const CallSite* site, Bod
     }
     // Completing the promise may run XLA's continuation on this thread: nothing of ours may be held here.
     if (!failure.empty()) promise.SetError(xf::Error(xf::ErrorCode::kResourceExhausted, failure));
-    else if (!status.ok()) promise.SetError(to_error(status, call.args.shape, call.args.timeout_s));
+    else if (!status.ok()) promise.SetError(to_error(status, call.args.shape, call.limit_s(status)));
     else promise.SetAvailable();
   };
   if (!cpu::run_on_thread(job)) job();  // no more threads: XLA's own has to wait
@@ -91,12 +150,12 @@ xf::Future failed(xf::Error error) {
 xf::Future forward(xf::RunId run, CallSite* site, xf::RemainingArgs in, xf::RemainingRets results,
                    xf::Dictionary attributes) {
   if (xf::Error e = check_counts(in, kForwardOperands, results, kForwardResults); e.failure()) return failed(e);
-  const Decoded call = decode(in, attributes);
+  const Decoded call = decode(in, attributes, run, site);
   const cpu::ForwardResults out{data(results, 0), static_cast<int32_t*>(data(results, 1)),
                                 static_cast<int32_t*>(data(results, 2)), static_cast<int32_t*>(data(results, 3)),
                                 saved_buffers(results, 4, attribute<int64_t>(attributes, "save") != 0)};
   const int workers = worker_count(call.args.shape);
-  return launch(call, run.run_id, site, [args = call.args, out, workers](cpu::Group& group, uint64_t generation) {
+  return launch(call, [args = call.args, out, workers](cpu::Group& group, uint64_t generation) {
     return cpu::run_forward(group, generation, args, out, workers);
   });
 }
@@ -104,21 +163,22 @@ xf::Future forward(xf::RunId run, CallSite* site, xf::RemainingArgs in, xf::Rema
 xf::Future backward(xf::RunId run, CallSite* site, xf::RemainingArgs in, xf::RemainingRets results,
                     xf::Dictionary attributes) {
   if (xf::Error e = check_counts(in, kBackwardOperands, results, kBackwardResults); e.failure()) return failed(e);
-  const Decoded call = decode(in, attributes);
+  const Decoded call = decode(in, attributes, run, site);
   const cpu::SavedBuffers saved = saved_buffers(in, kForwardOperands, attribute<std::string_view>(attributes, "residuals") == "save");
   const void* dy = data(in, kBackwardOperands - 1);
   const cpu::BackwardResults out{data(results, 0), static_cast<float*>(data(results, 1)),
                                  {data(results, 2), data(results, 3), data(results, 4)},
                                  {data(results, 5), data(results, 6), data(results, 7)}};
   const int workers = worker_count(call.args.shape);
-  return launch(call, run.run_id, site, [args = call.args, saved, dy, out, workers](cpu::Group& group, uint64_t generation) {
+  return launch(call, [args = call.args, saved, dy, out, workers](cpu::Group& group, uint64_t generation) {
     return cpu::run_backward(group, generation, args, saved, dy, out, workers);
   });
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(kInstantiate, instantiate, xf::Ffi::BindInstantiate());
+XLA_FFI_DEFINE_HANDLER(kInstantiateForward, instantiate_forward, xf::Ffi::BindInstantiate().Attrs());
+XLA_FFI_DEFINE_HANDLER(kInstantiateBackward, instantiate_backward, xf::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER(kForward, forward,
                        xf::Ffi::Bind().Ctx<xf::RunId>().Ctx<xf::State<CallSite>>().RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(kBackward, backward,
@@ -135,9 +195,11 @@ XLA_FFI_Error* with_registered_type(XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 std::vector<Handler> cpu_handlers() {
-  void* const instantiate = reinterpret_cast<void*>(&with_registered_type<kInstantiate>);
-  return {{"jax_mok_forward", instantiate, reinterpret_cast<void*>(&with_registered_type<kForward>)},
-          {"jax_mok_backward", instantiate, reinterpret_cast<void*>(&with_registered_type<kBackward>)}};
+  auto stage = [](auto* handler) { return reinterpret_cast<void*>(handler); };
+  return {{"jax_mok_forward", stage(&with_registered_type<kInstantiateForward>),
+           stage(&with_registered_type<kForward>)},
+          {"jax_mok_backward", stage(&with_registered_type<kInstantiateBackward>),
+           stage(&with_registered_type<kBackward>)}};
 }
 
 }  // namespace mok::ffi

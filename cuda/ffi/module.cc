@@ -4,12 +4,14 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include "../cpu/group.h"
 #include "../cpu/rank_call.h"
+#include "../cpu/registry.h"
 #include "cpu_handlers.h"
 #include "cuda_backward.h"
 #include "cuda_handlers.h"
@@ -97,6 +99,28 @@ std::vector<int64_t> take_failure(const mok::ffi::CudaSeats& seats, int32_t seat
   return {code, status->rank, status->value, status->extra};
 }
 
+// Calls run on threads of their own. The functions keep the lock of Python no longer than they run.
+void set_board(nb::callable post, nb::callable read) {
+  auto* const kept = new std::pair<nb::callable, nb::callable>(std::move(post), std::move(read));  // for good
+  auto guarded = [](auto body) {
+    nb::gil_scoped_acquire gil;
+    try {
+      return body();
+    } catch (const std::exception& e) {
+      throw std::runtime_error(e.what());  // its text needs the lock that we hold here
+    }
+  };
+  mok::cpu::set_board({
+      [=](const std::string& name, const std::string& text) { guarded([&] { kept->first(name, text); return 0; }); },
+      [=](const std::string& name, double seconds) {
+        return guarded([&]() -> std::unique_ptr<std::string> {
+          const nb::object found = kept->second(name, seconds);
+          return found.is_none() ? nullptr : std::make_unique<std::string>(nb::cast<std::string>(found));
+        });
+      },
+  });
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -108,6 +132,10 @@ NB_MODULE(_native, m) {
   m.def("set_cuda_loader", &set_cuda_loader,
         "Takes a function (main kernel's name, hidden, inter, top_k, shared_inter, save) -> addresses of (route kernel, "
         "main kernel), and one that lists the CUDA ordinals of the process's devices.");
+
+  m.def("set_board", &set_board,
+        "Takes functions post(name, text) and read(name, seconds) -> text or None, by which processes find each other; "
+        "forgets all EP groups that span processes.");
 
   m.def("padded_rows", [](const std::vector<int64_t>& shape) {
     return mok::padded_rows(shape_from(shape), mok::cpu::kTiles);

@@ -13,7 +13,7 @@ from jax_mok import _varying, runtime
 from jax_mok._call import Call
 from jax_mok._config import Experts
 from jax_mok.backends.collectives import RawStats
-from jax_mok.runtime import cuda
+from jax_mok.runtime import cuda, processes
 
 FORWARD = "jax_mok_forward"
 BACKWARD = "jax_mok_backward"
@@ -40,8 +40,11 @@ def refusal(call: Call, backend: str, platform: str) -> str | None:
         return why
     if backend == "cuda":
         return _cuda_refusal(call)
-    if call.ranks > 1 and jax.process_count() > 1:
-        return "EP groups that span processes are not supported yet"
+    if call.span == processes.UNKNOWN:
+        return (
+            f"it cannot be told whether the {call.ranks} devices of axis {call.axis!r} are in one process; "
+            "name the mesh with jax.set_mesh(mesh) around the call, or with jax_mok.moe(..., mesh=mesh)"
+        )
     if call.axis is not None:
         mesh = jax.sharding.get_abstract_mesh()
         auto = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]
@@ -94,9 +97,11 @@ def _attributes(call: Call) -> dict[str, Any]:
         "experts": np.int64(call.experts),
         "max_rows": np.int64(call.max_rows),
         "timeout_s": np.float64(call.config.timeout_s),
+        "first_call_timeout_s": np.float64(call.config.first_call_timeout_s),
         "residuals": call.config.residuals,
         "axis": "" if call.axis is None else str(call.axis),
         "mesh": ",".join(f"{name}={size}" for name, size in jax.sharding.get_abstract_mesh().shape.items()),
+        "span": call.span,
     }
 
 

@@ -168,6 +168,21 @@ def bench(
     raise typer.Exit(0 if result.agrees else 1)
 
 
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def launch(
+    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python script.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    processes: Annotated[int, typer.Option("--processes", "-n", min=1, help="Processes to start.")] = 2,
+    devices_per_process: Annotated[int, typer.Option(min=1, help="GPUs, or virtual CPU devices, of each.")] = 1,
+) -> None:
+    """Runs a script in several processes of this machine, joined to one job by jax.distributed.
+
+    Exit code: that of the first process that fails; the others are stopped then."""
+    from jax_mok.cli import launch as launcher
+
+    raise typer.Exit(launcher.launch(processes, devices_per_process, script, args or []))
+
+
 @app.command("compile")
 def compile_kernels(
     hidden: Annotated[int, typer.Option(min=8, help="H, a multiple of 8.")],

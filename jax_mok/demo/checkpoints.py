@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from jax_mok.demo.settings import Plan, Settings, SettingsError
 
@@ -32,15 +33,18 @@ class Checkpoints:
         identity = json.loads(json.dumps(dataclasses.asdict(settings)))
         if plan.resume:
             _check_same_run(marker, identity)
-        elif directory.exists():
-            if not marker.exists():
-                raise SettingsError(
-                    f"{directory} exists and was not written by this demo (no {_MARKER} beside it). "
-                    "Choose another output directory."
-                )
-            shutil.rmtree(directory)
-        output.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps(identity, indent=2) + "\n")
+        elif directory.exists() and not marker.exists():
+            raise SettingsError(
+                f"{directory} exists and was not written by this demo (no {_MARKER} beside it). "
+                "Choose another output directory."
+            )
+        _together("checked")  # before one process changes what another still looks at
+        if jax.process_index() == 0:
+            if not plan.resume:
+                shutil.rmtree(directory, ignore_errors=True)
+            output.mkdir(parents=True, exist_ok=True)
+            marker.write_text(json.dumps(identity, indent=2) + "\n")
+        _together("marked")
         self._manager = ocp.CheckpointManager(directory, options=ocp.CheckpointManagerOptions(create=True))
 
     def __enter__(self) -> Self:
@@ -69,6 +73,12 @@ class Checkpoints:
         saved: Any = self._manager.restore(step, args=items)
         leaves = [saved.state[name] for name in named]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), list(saved.losses["nats"])
+
+
+def _together(where: str) -> None:
+    """Waits for the other processes of the job, if there are any."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"jax_mok checkpoints {where}")
 
 
 def _named(tree: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import jax_mok as mok
@@ -17,9 +18,9 @@ from jax_mok.demo.task import RoutedCall
 
 
 def digest(tree: Any) -> str:
-    """sha256 over path, dtype, shape and bytes of every leaf."""
+    """sha256 over path, dtype, shape and bytes of every leaf. With several processes, all must call it."""
     found = hashlib.sha256()
-    for path, leaf in jax.tree.leaves_with_path(jax.device_get(tree)):
+    for path, leaf in jax.tree.leaves_with_path(multihost_utils.process_allgather(tree, tiled=True)):
         array = np.ascontiguousarray(leaf)
         found.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}\n".encode())
         found.update(array.tobytes())

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jax_mok._call import Call
-from jax_mok.runtime import cuda
+from jax_mok.runtime import cuda, processes
 
 _native: Any = None
 _why: str | None = None
@@ -23,6 +23,7 @@ else:
         for _name, _stages in _handlers.items():
             jax.ffi.register_ffi_target(_name, _stages, platform=_platform)
     _native.set_cuda_loader(cuda.load, cuda.devices)
+    processes.attach(_native)
 
 
 def load_error() -> str | None:

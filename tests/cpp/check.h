@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "../../cuda/cpu/layer.h"
+#include "../../cuda/cpu/registry.h"
 
 namespace mok::cpu {
 namespace {

@@ -1,14 +1,16 @@
-// The C++ side on its own: routing, task stream and whole calls, one thread per rank, no XLA. Sanitizers run this too.
+// The C++ side on its own: routing, task stream and whole calls, ranks in threads and in processes, no XLA. Sanitizers run this too.
 //
 //   inputs of the global batch -> run on P ranks in every mode -> same bits as on one rank -> close to the f64 oracle
 #include "call_order_test.h"
 #include "fault_test.h"
 #include "layer_test.h"
+#include "process_test.h"
 #include "routing_test.h"
 #include "stream_test.h"
 
-int main() {
+int main(int count, char** arguments) {
   using namespace mok::cpu;
+  if (count == 8 && std::strcmp(arguments[1], "--member") == 0) return run_member(arguments + 2);
   std::printf("tile kernels: %s\n", tile_ops(4).isa);
   run("routing", test_routing);
   run("layout and protocol", test_layout_and_protocol);
@@ -31,5 +33,12 @@ int main() {
   run("arena growth", test_arena_growth);
   run("registry", test_registry);
   run("many generations", test_many_generations);
+  run("joining", test_joining);
+  run("a rank in two processes", test_a_rank_in_two_processes);
+  run("names of runs", test_run_names);
+  run("lock of a dead process", test_lock_of_a_dead_process);
+  run("shapes across processes", test_changing_shapes_across_processes);
+  run("killed processes", test_killed_processes);
+  run("stopped, absent processes", test_stopped_and_absent_processes);
   return 0;
 }

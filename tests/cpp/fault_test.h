@@ -15,7 +15,7 @@ Problem small_problem(uint64_t seed = 50) {
 // One forward call on all ranks; `expected` on every one.
 void expect_forward(Group& group, const Problem& p, const Shape& s, const Status& expected, Mode mode = {}) {
   Results out(p, group.ranks());
-  const CallKey key = new_call(&kForwardSite);
+  const CallKey key = new_call(kForwardSite);
   on_ranks(group.ranks(), [&](int32_t rank) {
     const Status got = forward(group, key, p, s, rank, &out, mode);
     CHECK(got == expected, "rank " + num(rank) + " got " + text(got) + ", expected " + text(expected));
@@ -59,7 +59,7 @@ void test_shape_mismatch() {
   const Problem p = small_problem();
   Group group(3);
   Results out(p, 3);
-  const CallKey key = new_call(&kForwardSite);
+  const CallKey key = new_call(kForwardSite);
   on_ranks(3, [&](int32_t rank) {
     Shape s = p.shape(3);
     s.inter -= rank == 2;
@@ -78,7 +78,7 @@ struct LateCall {
 };
 
 LateCall time_out_without_rank_1(Group& group, const Problem& p) {
-  const LateCall late{new_call(&kForwardSite)};
+  const LateCall late{new_call(kForwardSite)};
   Results out(p, 3);
   const auto start = std::chrono::steady_clock::now();
   on_ranks(3, [&](int32_t rank) {
@@ -125,11 +125,11 @@ void test_exception() {
   const Problem p = small_problem();
   Group group(3);
   Results out(p, 3);
-  const CallKey key = new_call(&kForwardSite);
+  const CallKey key = new_call(kForwardSite);
   on_ranks(3, [&](int32_t rank) {
     if (rank == 1) {
       try {
-        const Entrance entrance(group, rank, key, arena_layout(p.shape(3), kTiles));
+        const Entrance entrance(group, rank, key, arena_layout(p.shape(3), kTiles), kPatient);
         throw std::runtime_error("out of memory");
       } catch (const std::runtime_error&) {
         return;
@@ -145,9 +145,9 @@ void test_exception() {
 void test_late_to_exception() {
   const Problem p = small_problem();
   Group group(2);
-  const CallKey key = new_call(&kForwardSite);
+  const CallKey key = new_call(kForwardSite);
   try {
-    const Entrance entrance(group, 1, key, arena_layout(p.shape(2), kTiles));
+    const Entrance entrance(group, 1, key, arena_layout(p.shape(2), kTiles), kPatient);
     throw std::runtime_error("out of memory");
   } catch (const std::runtime_error&) {
   }
@@ -166,12 +166,12 @@ void test_late_to_large_call() {
   const LateCall late = time_out_without_rank_1(group, large);
   group.release();
   {
-    const CallKey key = new_call(&kForwardSite);
-    const Entrance inside(group, 0, key, arena_layout(small.shape(3), kTiles));
+    const CallKey key = new_call(kForwardSite);
+    const Entrance inside(group, 0, key, arena_layout(small.shape(3), kTiles), kPatient);
     const uint8_t* arena = group.arena(0);
     come_late(group, large, late);
     CHECK(group.arena(0) == arena, "arenas stay while a call is in flight");
-    for (int32_t rank = 1; rank < 3; ++rank) Entrance(group, rank, key, arena_layout(small.shape(3), kTiles));
+    for (int32_t rank = 1; rank < 3; ++rank) Entrance(group, rank, key, arena_layout(small.shape(3), kTiles), kPatient);
   }
   expect_healthy(group, small);
 }
@@ -181,7 +181,7 @@ void test_many_abandoned_calls() {
   const Problem p = small_problem();
   Group group(3);
   for (int i = 0; i < 100; ++i) {
-    const CallKey key = new_call(&kForwardSite);
+    const CallKey key = new_call(kForwardSite);
     Results out(p, 3);
     on_ranks(3, [&](int32_t rank) {
       if (rank == 1) return;
@@ -201,7 +201,7 @@ void test_crossed_calls() {
   for (int trial = 0; trial < 12; ++trial) {
     Group group(3);
     Results a(small, 3), b(large, 3);
-    const CallKey key_a = new_call(&kForwardSite), key_b{key_a.run, &kOtherSite};
+    const CallKey key_a = new_call(kForwardSite), key_b{key_a.run, kOtherSite};
     on_ranks(3, [&](int32_t rank) {
       auto call_a = [&] { CHECK(forward(group, key_a, small, small.shape(3), rank, &a).ok(), "small call"); };
       auto call_b = [&] { CHECK(forward(group, key_b, large, large.shape(3), rank, &b).ok(), "large call"); };
@@ -229,13 +229,13 @@ void test_arena_growth() {
   expect_healthy(group, small);
   CHECK(group.held_bytes() == after, "and are kept");
   {
-    const CallKey key = new_call(&kForwardSite);
-    const Entrance inside(group, 0, key, arena_layout(small.shape(4), kTiles));
+    const CallKey key = new_call(kForwardSite);
+    const Entrance inside(group, 0, key, arena_layout(small.shape(4), kTiles), kPatient);
     group.release();
     group.poison();
     CHECK(group.held_bytes() == after, "while a call is in flight");
     for (int32_t rank = 1; rank < 4; ++rank)
-      Entrance(group, rank, key, arena_layout(small.shape(4), kTiles));
+      Entrance(group, rank, key, arena_layout(small.shape(4), kTiles), kPatient);
   }
   group.release();
   CHECK(group.held_bytes() == 0, "until they are released");
@@ -243,15 +243,16 @@ void test_arena_growth() {
 }
 
 void test_registry() {
-  const auto a = Group::get(3, "x=3", 0), b = Group::get(3, "x=3", 1), again = Group::get(3, "x=3", 0);
-  CHECK(Group::get(3, "y=3", 0) != a, "another axis, another group");
+  auto get = [](const char* name, int32_t ranks) { return get_group({name, ranks, false}, 0, kPatient); };
+  const auto a = get("x=3/0", 3), b = get("x=3/1", 3), again = get("x=3/0", 3);
+  CHECK(get("y=3/0", 3) != a, "another axis, another group");
   CHECK(a == again && a != b && a->ranks() == 3, "groups by number");
-  auto one = Group::get(1, "x=1", 0);
+  auto one = get("x=1/0", 1);
   const Group* first = one.get();
-  const auto other = Group::get(1, "x=1", 0);
+  const auto other = get("x=1/0", 1);
   CHECK(one != other, "busy groups of one are not shared");
   one.reset();
-  one = Group::get(1, "x=1", 5);
+  one = get("x=1/5", 1);
   CHECK(one.get() == first, "idle ones are used again");
   const int64_t before = held_bytes();
   expect_healthy(*a, small_problem());
@@ -279,7 +280,7 @@ void test_many_generations() {
   std::vector<Results> results;
   for (int i = 0; i < kCalls; ++i) {
     which.push_back(int(rnd.in(0, int64_t(problems.size()) - 1)));
-    keys.push_back(new_call(&kForwardSite));
+    keys.push_back(new_call(kForwardSite));
     results.emplace_back(problems[size_t(which.back())], kRanks);
   }
   on_ranks(kRanks, [&](int32_t rank) {
@@ -287,7 +288,7 @@ void test_many_generations() {
       const Problem& p = problems[size_t(which[i])];
       const Mode mode{i % 2 == 0, 1 + int(i % 3)};
       CHECK(forward(group, keys[i], p, p.shape(kRanks), rank, &results[i], mode).ok(), "forward " + num(int64_t(i)));
-      const CallKey back{keys[i].run, &kBackwardSite};
+      const CallKey back{keys[i].run, kBackwardSite};
       CHECK(backward(group, back, p, p.shape(kRanks), rank, &results[i], mode).ok(), "backward " + num(int64_t(i)));
     }
   });

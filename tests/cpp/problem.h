@@ -222,10 +222,10 @@ struct Results {
   }
 };
 
-// Two call sites of a program; what tells them apart is their address.
-const char kForwardSite = 0, kBackwardSite = 0, kOtherSite = 0;
+// Call sites of a program.
+constexpr uint64_t kForwardSite = 1, kBackwardSite = 2, kOtherSite = 3;
 
-CallKey new_call(const char* site) {
+CallKey new_call(uint64_t site) {
   static std::atomic<int64_t> run{0};
   return {++run, site};
 }
@@ -234,7 +234,7 @@ constexpr double kPatient = 100.0;  // seconds: for calls that must succeed on a
 
 CallArgs call_args(const Problem& p, const Shape& s, int32_t rank, double timeout_s) {
   const int64_t w = rank * s.local_experts() * s.hidden * s.inter;
-  return {s, rank, timeout_s, p.x.at(rank * s.tokens * s.hidden), p.ids.data() + rank * s.slots(),
+  return {s, rank, timeout_s, timeout_s, p.x.at(rank * s.tokens * s.hidden), p.ids.data() + rank * s.slots(),
           p.weights.data() + rank * s.slots(), {p.gate.at(w), p.up.at(w), p.down.at(w)},
           {p.shared_gate.at(0), p.shared_up.at(0), p.shared_down.at(0)}};
 }
@@ -246,14 +246,14 @@ struct Mode {
 };
 
 Status forward(Group& group, CallKey key, const Problem& p, const Shape& s, int32_t rank, Results* out, Mode mode = {}) {
-  const Entrance entrance(group, rank, key, arena_layout(s, kTiles));
+  const Entrance entrance(group, rank, key, arena_layout(s, kTiles), kPatient);
   if (entrance.abandoned()) return entrance.why();
   return run_forward(group, entrance.generation(), call_args(p, s, rank, mode.timeout_s), out->forward(s, rank, mode.save),
                      mode.workers);
 }
 
 Status backward(Group& group, CallKey key, const Problem& p, const Shape& s, int32_t rank, Results* out, Mode mode = {}) {
-  const Entrance entrance(group, rank, key, arena_layout(s, kTiles));
+  const Entrance entrance(group, rank, key, arena_layout(s, kTiles), kPatient);
   if (entrance.abandoned()) return entrance.why();
   return run_backward(group, entrance.generation(), call_args(p, s, rank, mode.timeout_s), out->saved(rank, mode.save),
                       p.dy.at(rank * s.tokens * s.hidden), out->backward(s, rank), mode.workers);
@@ -263,7 +263,7 @@ Status backward(Group& group, CallKey key, const Problem& p, const Shape& s, int
 Results run_layer(Group& group, const Problem& p, Mode mode) {
   const Shape s = p.shape(group.ranks());
   Results out(p, group.ranks());
-  for (auto [call, site] : {std::pair{&forward, &kForwardSite}, std::pair{&backward, &kBackwardSite}}) {
+  for (auto [call, site] : {std::pair{&forward, kForwardSite}, std::pair{&backward, kBackwardSite}}) {
     group.poison();
     const CallKey key = new_call(site);
     on_ranks(group.ranks(), [&, call = call](int32_t rank) {

@@ -1,0 +1,75 @@
+"""EP groups that span processes: which ones do, and how their processes find each other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable
+from typing import Any, Final
+
+import jax
+import numpy as np
+from jax._src import distributed  # the key-value store of jax.distributed has no public name
+from jax._src.mesh import get_concrete_mesh
+from jax.sharding import Mesh
+
+UNKNOWN: Final = "?"
+_ALL_DEVICES: Final = "all"
+
+_native: Any = None
+_job: Any = None  # the client of jax.distributed that the native side's groups belong to
+
+
+def attach(native: Any) -> None:
+    """Gives the native module the key-value store, in which the founder of a group posts where its memory is."""
+    global _native
+    _native = native
+    native.set_board(_post, _read)
+
+
+def span_of(mesh: Any, axis: Hashable | None) -> str:
+    """Names the EP groups of this mesh axis among all processes, by the order of the mesh's devices: groups of other
+    devices have other names.
+
+    ``""`` if every group is in one process. :data:`UNKNOWN` if the mesh is abstract and its devices may or may not be
+    those of one process.
+    """
+    if axis is None or mesh is None or jax.process_count() == 1:
+        return ""
+    _notice_new_job()
+    concrete = mesh if isinstance(mesh, Mesh) else get_concrete_mesh()
+    if dict(concrete.shape) != dict(mesh.shape):  # none, or not the one of the surrounding shard_map
+        return _ALL_DEVICES if mesh.size > jax.local_device_count() else UNKNOWN
+    groups = np.moveaxis(concrete.devices, concrete.axis_names.index(axis), -1).reshape(-1, concrete.shape[axis])
+    if all(len({device.process_index for device in group}) == 1 for group in groups):
+        return ""
+    ids = ",".join(str(device.id) for device in concrete.devices.flat)
+    return hashlib.sha256(ids.encode()).hexdigest()[:16]
+
+
+def _notice_new_job() -> None:
+    """After ``jax.distributed.shutdown()`` and another ``initialize()``, groups come together anew."""
+    global _job
+    if _job is not distributed.global_state.client:
+        if _job is not None and _native is not None:
+            _native.set_board(_post, _read)
+        _job = distributed.global_state.client
+
+
+def _client() -> Any:
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError("an EP group spans processes and jax.distributed is not initialized")
+    return client
+
+
+def _post(name: str, text: str) -> None:
+    _client().key_value_set(f"jax_mok/{name}", text)
+
+
+def _read(name: str, seconds: float) -> str | None:
+    try:
+        return _client().blocking_key_value_get(f"jax_mok/{name}", int(seconds * 1000))
+    except Exception as error:
+        if "DEADLINE_EXCEEDED" in str(error):
+            return None
+        raise
