@@ -22,6 +22,7 @@ void take_routes(Pieces& p, const Shape& s, int64_t tasks, RouteTables* routes) 
   p.take(&routes->slot_result, s.slots());
   p.take(&routes->token_order, s.tokens);
   p.take(&routes->list_start, s.experts + 1);
+  p.take(&routes->counts, s.ranks > 1 ? int64_t{s.ranks} * s.experts : 0);
   p.take(&routes->row_shift, s.experts);
   p.take(&routes->segment_start, s.experts);
   p.take(&routes->back_chunk, s.experts + 1);
