@@ -170,5 +170,7 @@ def _all_to_all(
     order, local_sizes = _by_expert(expert, local_experts)
     rows = mlp(arrived.at[order].get(unique_indices=True), experts, local_sizes)
     rows = jnp.zeros_like(rows).at[order].set(rows, unique_indices=True)
-    back = jax.lax.ragged_all_to_all(rows, jnp.zeros_like(mine), receive_at, received, returns_to, sent, axis_name=_AXIS)
+    back = jax.lax.ragged_all_to_all(
+        rows, jnp.zeros_like(mine), receive_at, received, returns_to, sent, axis_name=_AXIS
+    )
     return jnp.where(fits, _combine(back, slots, router_weights, x.dtype), jnp.nan).astype(x.dtype)

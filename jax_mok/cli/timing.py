@@ -70,9 +70,7 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:_RELEVANT]}{'...' if len(text) > _RELEVANT else ''}"
 
 
-def time_programs(
-    programs: Mapping[Any, Program], plan: Plan, mesh: Mesh
-) -> tuple[dict[Any, Samples], dict[Any, str]]:
+def time_programs(programs: Mapping[Any, Program], plan: Plan, mesh: Mesh) -> tuple[dict[Any, Samples], dict[Any, str]]:
     """Times the programs block by block, each round in a new random order, so that drift of the machine's clock or load
     falls on all of them alike. Returns samples, and reasons for programs that failed on the way."""
     failures: dict[Any, str] = {}

@@ -39,14 +39,11 @@ def program(arrays: Arrays, *, backward: bool) -> Program:
     ``(y, dx, d_router_weights, Experts(...))``."""
     torch: Any = importlib.import_module("torch")
     x, ids, weights, gate, up, down, dy = (
-        torch.from_dlpack(a)
-        for a in (arrays.x, arrays.expert_ids, arrays.router_weights, *arrays.experts, arrays.dy)
+        torch.from_dlpack(a) for a in (arrays.x, arrays.expert_ids, arrays.router_weights, *arrays.experts, arrays.dy)
     )
-    wanted = (x, weights, gate, up, down)
+    wanted = [tensor.requires_grad_(backward) for tensor in (x, weights, gate, up, down)]
 
     def call() -> Any:
-        for tensor in wanted:
-            tensor.requires_grad_(backward)
         with torch.set_grad_enabled(backward):
             y = _layer(torch, x, ids, weights, Experts(gate, up, down))
         if not backward:
