@@ -373,9 +373,9 @@ def _draw(result: Result, passes: list[Pass], path: Path) -> None:
     names = list(dict.fromkeys(t.contender for t in result.timings))
     width = 0.8 / max(1, len(names))
     for i, name in enumerate(names):
-        rows = {t.of: t.median_ms for t in result.timings if t.contender == name}
-        places = [passes.index(of) + (i - (len(names) - 1) / 2) * width for of in rows]
-        bars = axes.bar(places, list(rows.values()), width, label=name)
+        rows = [t for t in result.timings if t.contender == name]
+        places = [passes.index(t.of) + (i - (len(names) - 1) / 2) * width for t in rows]
+        bars = axes.bar(places, [t.median_ms for t in rows], width, label=name)
         axes.bar_label(bars, fmt="%.1f")
     s = result.shape
     axes.set_xticks(np.arange(len(passes)), passes)
