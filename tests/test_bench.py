@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_mok.cli import baselines, bench, timing, train_step
+from jax_mok.cli import baselines, bench, timing, torch_baseline, train_step
 from jax_mok.cli.shape import Arrays, Shape
 from jax_mok.demo import devices
 
@@ -88,6 +88,20 @@ def test_what_cannot_run_here_says_why():
     assert [c.name for c in selection.contenders] == ["cpu", "reference", "xla", "all_gather/xla"]
     assert set(selection.not_timed) == {"all_gather/tokamax", "all_to_all/xla", "all_to_all/tokamax", "torch"}
     assert "ragged_all_to_all" in selection.not_timed["all_to_all/xla"]
+
+
+def test_torch_is_not_imported_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "torch.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert torch_baseline.refusal(devices.expert_mesh(1)) == "needs an NVIDIA GPU"
+
+
+@pytest.mark.gpu
+def test_every_baseline_of_one_gpu_computes_our_layer(tmp_path: Path):
+    s, mesh = Shape(512, 512, 256, experts=8, top_k=2, ranks=1, dtype="bfloat16"), devices.expert_mesh(1)
+    result = bench.run(s, mesh, bench.select(mesh, None, None, "save"), ["fwd", "fwd+bwd"], ONCE, "save", tmp_path)
+    assert result.good, result
+    assert not result.failures
 
 
 def test_the_same_program_is_not_timed_twice():

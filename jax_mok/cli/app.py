@@ -185,6 +185,8 @@ def bench(
     from jax_mok.cli.timing import Plan
     from jax_mok.demo.settings import SettingsError
 
+    if train and passes is not Passes.BOTH:
+        raise typer.BadParameter(f"a training step has both passes; leave out --pass {passes.value}, or --train.")
     try:
         shape = Shape(tokens, hidden, inter, experts, top_k, devices, dtype.value)
         mesh = harness.mesh_for(shape)

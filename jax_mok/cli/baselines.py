@@ -6,7 +6,7 @@ A baseline is a way to move rows between devices times a grouped matmul:
     all_gather/xla       every rank gathers all tokens, results are reduce-scattered
     all_to_all/xla       rows go to their experts and back by ``jax.lax.ragged_all_to_all``
     .../xla              ``jax.lax.ragged_dot``
-    .../tokamax          ``tokamax.ragged_dot``, Pallas kernels for NVIDIA GPUs
+    .../tokamax          ``tokamax.ragged_dot``, Pallas kernels for NVIDIA GPUs, with the tiles that it picks by itself
 
 They take and return the arrays' dtype, accumulate in float32 at JAX's default precision, weight rows in float32 and are
 differentiable. Where indices are a permutation they say so, so that no pass needs atomics for it.

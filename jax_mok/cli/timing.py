@@ -26,9 +26,9 @@ _RELEVANT = 300  # characters of a failure's reason
 class Program(NamedTuple):
     """Compiled and bound to its arguments.
 
-    - ``call``: starts the work and returns its result, ready or not.
-    - ``wait``: until a result of ``call`` is ready.
-    - ``to_jax``: the result as JAX arrays.
+    - ``call``: starts the work and returns what stands for its result, ready or not.
+    - ``wait``: until what ``call`` returned is ready.
+    - ``to_jax``: what ``call`` returned, as JAX arrays.
     """
 
     call: Callable[[], Any]
@@ -107,12 +107,13 @@ def _calls_per_block(program: Program, block_seconds: float) -> int:
 
 def _block(program: Program, calls: int, clock: Callable[[], int] | None, into: Samples) -> None:
     start = time.perf_counter()
-    result = program.call()
-    for _ in range(calls - 1):
-        result = program.call()
+    running = program.call()
+    for _ in range(calls - 1):  # one call ahead keeps the device busy, and no more results in memory than two
+        before, running = running, program.call()
+        program.wait(before)
     if clock is not None:
         into.sm_mhz.append(clock())  # while the device works
-    program.wait(result)
+    program.wait(running)
     into.seconds.append((time.perf_counter() - start) / calls)
 
 

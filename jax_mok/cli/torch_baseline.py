@@ -43,7 +43,7 @@ def program(arrays: Arrays, *, backward: bool) -> Program:
     )
     wanted = [tensor.requires_grad_(backward) for tensor in (x, weights, gate, up, down)]
 
-    def call() -> Any:
+    def run() -> Any:
         with torch.set_grad_enabled(backward):
             y = _layer(torch, x, ids, weights, Experts(gate, up, down))
         if not backward:
@@ -51,11 +51,16 @@ def program(arrays: Arrays, *, backward: bool) -> Program:
         dx, d_weights, *d_experts = torch.autograd.grad(y, wanted, dy)
         return y.detach(), dx, d_weights, Experts(*d_experts)
 
-    def to_jax(result: Any) -> Any:
-        torch.cuda.synchronize()
-        return jax.tree.map(lambda t: jnp.from_dlpack(t.contiguous()), result)
+    def call() -> Any:
+        result, done = run(), torch.cuda.Event()
+        done.record()
+        return result, done
 
-    return Program(call, lambda _: torch.cuda.synchronize(), to_jax)
+    def to_jax(started: Any) -> Any:
+        torch.cuda.synchronize()
+        return jax.tree.map(lambda t: jnp.from_dlpack(t.contiguous()), started[0])
+
+    return Program(call, lambda started: started[1].synchronize(), to_jax)
 
 
 def _layer(torch: Any, x: Any, ids: Any, router_weights: Any, experts: Experts) -> Any:
