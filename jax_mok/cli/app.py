@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,6 +39,25 @@ class Backend(StrEnum):
     CPU = "cpu"
     XLA = "xla"
     REFERENCE = "reference"
+
+
+class Baseline(StrEnum):
+    LOCAL_XLA = "local/xla"
+    LOCAL_TOKAMAX = "local/tokamax"
+    ALL_GATHER_XLA = "all_gather/xla"
+    ALL_GATHER_TOKAMAX = "all_gather/tokamax"
+    ALL_TO_ALL_XLA = "all_to_all/xla"
+    ALL_TO_ALL_TOKAMAX = "all_to_all/tokamax"
+    TORCH = "torch"
+
+
+class Passes(StrEnum):
+    FORWARD = "fwd"
+    GRADIENT = "fwd+bwd"
+    BOTH = "both"
+
+    def names(self) -> list[Literal["fwd", "fwd+bwd"]]:
+        return ["fwd", "fwd+bwd"] if self is Passes.BOTH else [self.value]
 
 
 Devices = Annotated[int, typer.Option(min=1, help="EP ranks; virtual CPU devices where there are no GPUs.")]
@@ -136,36 +155,52 @@ def bench(
     residuals: Residuals = Residuals.SAVE,
     backend: Annotated[
         list[Backend] | None,
-        typer.Option(help="May be repeated; the last is the baseline. Default: the native one and the rest."),
+        typer.Option(help="Of ours; may be repeated, the first is compared with the rest. Default: the native one."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each program, at most.")] = 50,
-    max_seconds: Annotated[float, typer.Option(help="Stop timing after this long, and at least five calls.")] = 60.0,
+    baseline: Annotated[
+        list[Baseline] | None,
+        typer.Option(help="May be repeated. Default, unless a backend is named: all that can run here."),
+    ] = None,
+    passes: Annotated[Passes, typer.Option("--pass", help="What is timed.")] = Passes.BOTH,
+    train: Annotated[
+        bool, typer.Option("--train", help="Time a training step of two decoder layers instead of the layer alone.")
+    ] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed blocks of each program, at most.")] = 50,
+    block_seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="Length of a block of calls; 0 = one call. Default: 0.5 on GPUs, 0 on CPUs."),
+    ] = None,
+    max_seconds: Annotated[float, typer.Option(help="Stop timing after this long, and at least five blocks.")] = 60.0,
     seed: int = 0,
     output: Output = Path("runs/bench"),
 ) -> None:
-    """Times forward, and forward with backward, of the backends side by side in one run, on the same arrays.
+    """Times forward, and forward with backward, of our backends and the baselines side by side in one run, on the same
+    arrays.
 
-    Exit code 1 if their results do not agree."""
+    Exit code 1 if their results do not agree or one of our backends failed; a baseline may fail."""
     _need("bench")
     from jax_mok.cli import bench as harness
+    from jax_mok.cli import train_step
     from jax_mok.cli.shape import Shape
+    from jax_mok.cli.timing import Plan
     from jax_mok.demo.settings import SettingsError
 
+    if train and passes is not Passes.BOTH:
+        raise typer.BadParameter(f"a training step has both passes; leave out --pass {passes.value}, or --train.")
     try:
         shape = Shape(tokens, hidden, inter, experts, top_k, devices, dtype.value)
-        names = [b.value for b in backend] if backend else None
-        result = harness.run(
-            shape,
-            names,
-            residuals=residuals.value,
-            rounds=rounds,
-            max_seconds=max_seconds,
-            seed=seed,
-            output=output,
-        )
-    except (SettingsError, NotImplementedError) as error:
+        mesh = harness.mesh_for(shape)
+        own, others = ([name.value for name in names] if names else None for names in (backend, baseline))
+        selection = harness.select(mesh, own, others, residuals.value)
+        block = harness.default_block_seconds(mesh) if block_seconds is None else block_seconds
+        plan = Plan(rounds, max_seconds, block, seed)
+        if train:
+            result = train_step.run(shape, mesh, selection, plan, output)
+        else:
+            result = harness.run(shape, mesh, selection, passes.names(), plan, residuals.value, output)
+    except SettingsError as error:
         raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(0 if result.agrees else 1)
+    raise typer.Exit(0 if result.good else 1)
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})

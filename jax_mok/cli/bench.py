@@ -5,12 +5,11 @@ A contender is a name and a function with the arguments of ``mok.moe``; another 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import json
 import platform
-import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -21,40 +20,51 @@ import matplotlib.figure
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import track
+from rich.markup import escape
 from rich.table import Table
 
 import jax_mok as mok
 from jax_mok import backends
+from jax_mok.cli import baselines, extras, timing, torch_baseline
 from jax_mok.cli.doctor import native_refusal
 from jax_mok.cli.shape import Arrays, Shape
+from jax_mok.cli.timing import Program
 from jax_mok.demo import devices
 from jax_mok.demo.settings import SettingsError
 
 Pass = Literal["fwd", "fwd+bwd"]
-_PASSES: tuple[Pass, ...] = ("fwd", "fwd+bwd")
 _FLOP_OF_FORWARD = {"fwd": 1, "fwd+bwd": 3}
 _MATMUL = "matmul"
-_WARM_CALLS = 2
-_LEAST_ROUNDS = 5
+_GPU_BLOCK_SECONDS = 0.5
 
 # Of the same sums in another order. In bfloat16 a result that falls on the other side of a rounding boundary is off by
-# 2^-8 of itself, in float32 by 2^-24.
+# 2^-8 of itself, in float32 by 2^-24; a GPU's default float32 matmul (TensorFloat-32) rounds its factors to 2^-11.
 _TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-5}
+_TOLERANCE_TF32 = 5e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Contender:
-    """``layer(x, expert_ids, router_weights, experts) -> y`` on the global arrays of the mesh."""
+    """``layer(x, expert_ids, router_weights, experts) -> y`` on the global arrays of the mesh, to be compiled by JAX;
+    ``None`` for the baseline that JAX does not run. A baseline may fail, our own backends may not."""
 
     name: str
-    layer: Callable[..., jax.Array]
+    layer: Callable[..., jax.Array] | None
+    baseline: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What to time, ours first, and why not the rest."""
+
+    contenders: list[Contender]
+    not_timed: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """One program's calls: median, and the 10th and 90th percentile; the rate counts only the FLOP of the routed
-    experts' matmuls."""
+    """One program's calls: median, and the 10th and 90th percentile, over blocks; the rate counts only the FLOP of the
+    routed experts' matmuls. ``speedup`` is over the fastest of the others than the first contender."""
 
     contender: str
     of: Pass
@@ -63,226 +73,317 @@ class Timing:
     p90_ms: float
     gflops: float
     percent_of_matmul: float
+    speedup: float | None
+    sm_mhz: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    contender: str
+    of: Pass
+    reason: str
+    baseline: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """``differences``: for each contender after the first and each array, the relative L2 distance from the first's."""
+    """``differences``: for each contender after the first and each array, the relative L2 distance from the first's.
+    ``best_of_others``: by pass, the contender that ``Timing.speedup`` refers to."""
 
     environment: dict[str, Any]
     shape: Shape
     residuals: str
     rounds: int
+    block_seconds: float
     seed: int
     matmul: str
     matmul_gflops: float
+    matmul_sm_mhz: float | None
     differences: dict[str, dict[str, float]]
     tolerance: float
+    best_of_others: dict[str, str]
     timings: list[Timing]
+    failures: list[Failure]
+    not_timed: dict[str, str]
 
     @property
     def agrees(self) -> bool:
         # Not "any larger": a NaN must fail.
         return all(d <= self.tolerance for found in self.differences.values() for d in found.values())
 
-
-def contenders(mesh: Mesh, names: list[str], residuals: Any) -> list[Contender]:
-    """Our own backends."""
-
-    def ours(name: Any) -> Contender:
-        config = mok.MoEConfig(backend=name, residuals=residuals)
-        return Contender(name, functools.partial(mok.moe, mesh=mesh, config=config))
-
-    return [ours(name) for name in names]
+    @property
+    def good(self) -> bool:
+        """The results agree and none of our own backends failed."""
+        return self.agrees and all(f.baseline for f in self.failures)
 
 
-def run(
-    shape: Shape, names: list[str] | None, *, residuals: str, rounds: int, max_seconds: float, seed: int, output: Path
-) -> Result:
-    """Checks the contenders against each other, times them, prints a table, and writes ``bench.json`` and
-    ``bench.png``."""
-    console = Console()
+def mesh_for(shape: Shape) -> Mesh:
     devices.request(shape.ranks)
-    mesh = devices.expert_mesh(shape.ranks)
-    if names is None:
+    return devices.expert_mesh(shape.ranks)
+
+
+def select(mesh: Mesh, own: list[str] | None, others: list[str] | None, residuals: Any) -> Selection:
+    """Our backends by name, and baselines. Without any names: the native backend against all that can run here."""
+    everything = own is None and others is None
+    if own is None:
         why = native_refusal()
         if why is not None:
             raise SettingsError(f"There is no native backend to time here: {why}. Name backends with --backend.")
         native = backends.platform_of(mesh)
-        # The dense definition of the layer is a baseline only where its E / K times the work stays small.
-        names = ["cpu", "reference", "xla"] if native == "cpu" else [native, "xla"]
-    rivals = contenders(mesh, names, residuals)
-    arrays = shape.random(mesh, seed)
+        # The dense definition of the layer is worth timing only where its E / K times the work stays small.
+        own = [native, "reference", "xla"] if everything and native == "cpu" else [native]
+    if everything:
+        moved = "local/" if mesh.size == 1 else ("all_gather/", "all_to_all/")
+        others = [*(name for name in baselines.NAMES if name.startswith(moved)), torch_baseline.NAME]
+    not_timed = {name: why for name in others or () if (why := _refusal(name, mesh)) is not None}
+    if everything and mesh.size == 1 and "xla" in own:
+        not_timed["local/xla"] = "the same program as backend xla"
+    rivals = [name for name in others or () if name not in not_timed]
+    return Selection([*(_ours(name, mesh, residuals) for name in own), *(_rival(n, mesh) for n in rivals)], not_timed)
 
+
+def _refusal(name: str, mesh: Mesh) -> str | None:
+    return torch_baseline.refusal(mesh) if name == torch_baseline.NAME else baselines.refusal(name, mesh)
+
+
+def _ours(name: Any, mesh: Mesh, residuals: Any) -> Contender:
+    config = mok.MoEConfig(backend=name, residuals=residuals)
+    return Contender(name, functools.partial(mok.moe, mesh=mesh, config=config))
+
+
+def _rival(name: str, mesh: Mesh) -> Contender:
+    return Contender(name, None if name == torch_baseline.NAME else baselines.layer(name, mesh), baseline=True)
+
+
+def default_block_seconds(mesh: Mesh) -> float:
+    """A GPU needs time to reach the clock that its power allows; one call on a CPU is long enough."""
+    return 0.0 if backends.platform_of(mesh) == "cpu" else _GPU_BLOCK_SECONDS
+
+
+def run(
+    shape: Shape, mesh: Mesh, selection: Selection, passes: list[Pass], plan: timing.Plan, residuals: str, output: Path
+) -> Result:
+    """Checks the contenders against each other, times them, prints a table, and writes ``bench.json`` and
+    ``bench.png``."""
+    console = Console()
+    arrays = shape.random(mesh, plan.seed)
+    selection = _without_overflow(selection, mesh, arrays, shape)
     with console.status("compiling and comparing"):
-        programs = {(c.name, of): _program(c, of) for c in rivals for of in _PASSES}
-        results = {c.name: _named(programs[c.name, "fwd+bwd"](arrays)) for c in rivals}
-        first = results[rivals[0].name]
-        differences = {
-            c.name: {name: _relative_l2(value, first[name]) for name, value in results[c.name].items()}
-            for c in rivals[1:]
-        }
-    matmul, matmul_flop = _matmul(mesh, seed)
-    timed: dict[Any, Callable[[], Any]] = {key: functools.partial(p, arrays) for key, p in programs.items()}
-    seconds = _time({**timed, _MATMUL: matmul}, rounds, max_seconds, seed)
-
-    matmul_seconds = seconds.pop(_MATMUL)
-    matmul_rate = matmul_flop / float(np.median(matmul_seconds))
-    timings = []
-    for (name, of), found in seconds.items():
-        p10, median, p90 = np.percentile(found, (10, 50, 90))
-        rate = _FLOP_OF_FORWARD[of] * shape.forward_flop / median
-        timings.append(Timing(name, of, 1e3 * median, 1e3 * p10, 1e3 * p90, rate / 1e9, 100 * rate / matmul_rate))
+        programs, differences, failed = _compile_and_compare(selection.contenders, passes, arrays)
+    matmul = timing.matmul(mesh, plan.seed)
+    samples, failed_later = timing.time_programs({**programs, _MATMUL: matmul.program}, plan, mesh)
+    baseline = {c.name: c.baseline for c in selection.contenders}
+    of_matmul = samples.pop(_MATMUL)
+    matmul_rate = matmul.flop / float(np.median(of_matmul.seconds))
+    first = selection.contenders[0].name
+    timings, best = _timings(samples, passes, first, shape.forward_flop, matmul_rate)
     result = Result(
-        environment=_environment(mesh),
+        environment=environment(mesh),
         shape=shape,
         residuals=residuals,
-        rounds=len(matmul_seconds),
-        seed=seed,
-        matmul=f"{_matmul_dtype(mesh)} {_matmul_size(mesh)}^3",
+        rounds=len(of_matmul.seconds),
+        block_seconds=plan.block_seconds,
+        seed=plan.seed,
+        matmul=matmul.name,
         matmul_gflops=matmul_rate / 1e9,
+        matmul_sm_mhz=of_matmul.median_mhz(),
         differences=differences,
-        tolerance=_TOLERANCE[shape.dtype],
+        tolerance=tolerance(shape, mesh),
+        best_of_others=best,
         timings=timings,
+        failures=[Failure(name, of, why, baseline[name]) for (name, of), why in {**failed, **failed_later}.items()],
+        not_timed=selection.not_timed,
     )
     output.mkdir(parents=True, exist_ok=True)
     (output / "bench.json").write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
-    _draw(result, output / "bench.png")
-    _show(result, console)
+    _draw(result, passes, output / "bench.png")
+    _show(result, first, passes, console)
     console.print(f"{output}: bench.json, bench.png")
     return result
 
 
-def _program(contender: Contender, of: Pass) -> Callable[[Arrays], Any]:
-    def forward(a: Arrays) -> jax.Array:
-        return contender.layer(a.x, a.expert_ids, a.router_weights, a.experts)
-
-    def both(a: Arrays) -> Any:
-        def layer(x: jax.Array, router_weights: jax.Array, experts: mok.Experts) -> jax.Array:
-            return contender.layer(x, a.expert_ids, router_weights, experts)
-
-        y, pullback = jax.vjp(layer, a.x, a.router_weights, a.experts)
-        return y, *pullback(a.dy)
-
-    return jax.jit(forward if of == "fwd" else both)
+def tolerance(shape: Shape, mesh: Mesh) -> float:
+    if shape.dtype == "float32" and backends.platform_of(mesh) != "cpu":
+        return _TOLERANCE_TF32
+    return _TOLERANCE[shape.dtype]
 
 
-def _named(results: Any) -> dict[str, np.ndarray]:
-    y, dx, dw, experts = jax.device_get(results)
-    named = {"y": y, "dx": dx, "d_router_weights": dw}
-    named |= {f"d_{name}": value for name, value in experts._asdict().items()}
-    return {name: np.asarray(value, np.float64) for name, value in named.items()}
+def _without_overflow(selection: Selection, mesh: Mesh, arrays: Arrays, shape: Shape) -> Selection:
+    """Without the baselines that would have to drop rows of these arrays."""
+    why = baselines.overflow(mesh, arrays.expert_ids, shape.experts)
+    if why is None:
+        return selection
+    dropped = {c.name: why for c in selection.contenders if c.baseline and c.name != torch_baseline.NAME}
+    kept = [c for c in selection.contenders if c.name not in dropped]
+    return Selection(kept, {**selection.not_timed, **dropped})
 
 
-def _relative_l2(a: np.ndarray, b: np.ndarray) -> float:
-    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), np.finfo(np.float64).tiny))
+def _compile_and_compare(
+    contenders: list[Contender], passes: list[Pass], arrays: Arrays
+) -> tuple[dict[Any, Program], dict[str, dict[str, float]], dict[Any, str]]:
+    """Programs by (name, pass); distances of their results from the first contender's; reasons of those that failed.
+    Results of one contender beside the first are in memory at a time."""
+    programs, failed, differences = {}, {}, collections.defaultdict(dict)
+    for of in passes:
+        expected: dict[str, jax.Array] = {}
+        for contender in contenders:
+            try:
+                program = _program(contender, of, arrays)
+                found = _named(program.to_jax(program.call()))
+                jax.block_until_ready(found)
+            except Exception as error:
+                failed[contender.name, of] = timing.reason(error)
+                continue
+            programs[contender.name, of] = program
+            if contender is contenders[0]:
+                expected = found
+                continue
+            known = differences[contender.name]
+            for name in expected:
+                distance = float(_relative_l2(found[name], expected[name]))
+                known[name] = float(np.maximum(known.get(name, 0.0), distance))  # NaN wins
+    return programs, dict(differences), failed
 
 
-def _time(programs: dict[Any, Callable[[], Any]], rounds: int, max_seconds: float, seed: int) -> dict[Any, list[float]]:
-    """Seconds per call. Each round calls every program once, in a new random order, so that drift of the machine's
-    clock or load falls on all of them alike."""
-    for program in programs.values():
-        for _ in range(_WARM_CALLS):
-            jax.block_until_ready(program())
-    order, shuffle = list(programs), random.Random(seed)
-    seconds: dict[Any, list[float]] = {key: [] for key in programs}
-    began = time.perf_counter()
-    for done in track(range(rounds), "timing", transient=True):
-        if done >= _LEAST_ROUNDS and time.perf_counter() - began > max_seconds:
-            break
-        shuffle.shuffle(order)
-        for key in order:
-            start = time.perf_counter()
-            jax.block_until_ready(programs[key]())
-            seconds[key].append(time.perf_counter() - start)
-    return seconds
+def _program(contender: Contender, of: Pass, a: Arrays) -> Program:
+    layer = contender.layer
+    if layer is None:
+        return torch_baseline.program(a, backward=of == "fwd+bwd")
+
+    def both(x: jax.Array, ids: jax.Array, router_weights: jax.Array, experts: mok.Experts, dy: jax.Array) -> Any:
+        def with_ids(x: jax.Array, router_weights: jax.Array, experts: mok.Experts) -> jax.Array:
+            return layer(x, ids, router_weights, experts)
+
+        y, pullback = jax.vjp(with_ids, x, router_weights, experts)
+        return y, *pullback(dy)
+
+    if of == "fwd":
+        return Program(functools.partial(jax.jit(layer), a.x, a.expert_ids, a.router_weights, a.experts))
+    return Program(functools.partial(jax.jit(both), a.x, a.expert_ids, a.router_weights, a.experts, a.dy))
 
 
-def _matmul_dtype(mesh: Mesh) -> str:
-    # What the kernels multiply in: float32 vectors on a CPU, bfloat16 tensor cores on a GPU.
-    return "float32" if backends.platform_of(mesh) == "cpu" else "bfloat16"
+def _named(result: Any) -> dict[str, jax.Array]:
+    if not isinstance(result, tuple):
+        return {"y": result}
+    y, dx, dw, experts = result
+    return {"y": y, "dx": dx, "d_router_weights": dw} | {f"d_{k}": value for k, value in experts._asdict().items()}
 
 
-def _matmul_size(mesh: Mesh) -> int:
-    return 1536 if backends.platform_of(mesh) == "cpu" else 8192  # enough to fill the device
+@jax.jit
+def _relative_l2(a: jax.Array, b: jax.Array) -> jax.Array:
+    """On the devices, in float32, fused: no copies of arrays that may be gigabytes. The norm of row norms, because a
+    long float32 sum stops growing."""
+
+    def norm(v: jax.Array) -> jax.Array:
+        return jnp.linalg.norm(jnp.linalg.norm(v, axis=-1))
+
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return norm(a - b) / jnp.maximum(norm(b), jnp.finfo(jnp.float32).tiny)
 
 
-def _matmul(mesh: Mesh, seed: int) -> tuple[Callable[[], jax.Array], int]:
-    """A dense matmul for scale: on one virtual CPU device, which has all cores; on every GPU."""
-    copies = 1 if backends.platform_of(mesh) == "cpu" else mesh.size
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("expert"))
-    size = _matmul_size(mesh)
-    a = jax.random.normal(jax.random.key(seed), (copies, size, size), jnp.dtype(_matmul_dtype(mesh)))
-    a = jax.device_put(a, mesh.devices.flat[0] if copies == 1 else sharding)
-    program = jax.jit(lambda a: jnp.matmul(a, a.mT))
-    return functools.partial(program, a), 2 * copies * size**3
+def _timings(
+    samples: dict[Any, timing.Samples], passes: list[Pass], first: str, forward_flop: int, matmul_rate: float
+) -> tuple[list[Timing], dict[str, str]]:
+    """A row per program in the order given, and by pass the fastest contender after the first."""
+    timings, best = [], {}
+    for of in passes:
+        medians = {name: found.percentiles_ms()[1] for (name, its), found in samples.items() if its == of}
+        others = {name: ms for name, ms in medians.items() if name != first}
+        if others:
+            best[of] = min(others, key=others.__getitem__)
+        for name, ms in medians.items():
+            p10, _, p90 = samples[name, of].percentiles_ms()
+            rate = _FLOP_OF_FORWARD[of] * forward_flop / (1e-3 * ms)
+            speedup = others[best[of]] / ms if others else None
+            mhz = samples[name, of].median_mhz()
+            timings.append(Timing(name, of, ms, p10, p90, rate / 1e9, 100 * rate / matmul_rate, speedup, mhz))
+    return timings, best
 
 
-def _environment(mesh: Mesh) -> dict[str, Any]:
+def environment(mesh: Mesh) -> dict[str, Any]:
     device = mesh.devices.flat[0]
+    rivals = {name: version for name in ("tokamax", "torch") if (version := extras.version(name)) is not None}
     return {
         "jax_mok": mok.__version__,
         "jax": jax.__version__,
+        **rivals,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "devices": f"{mesh.size} x {device.device_kind} ({device.platform})",
     }
 
 
-def _show(result: Result, console: Console) -> None:
+def _show(result: Result, first: str, passes: list[Pass], console: Console) -> None:
     s = result.shape
     title = f"T {s.tokens}  H {s.hidden}  I {s.inter}  E {s.experts}  K {s.top_k}  {s.dtype}  on {s.ranks} devices"
+    per, unit = (1e3, "TFLOP/s") if result.matmul_gflops >= 1e3 else (1, "GFLOP/s")
     table = Table(title=title)
-    table.add_column("pass")
-    table.add_column("backend")
-    for column in ("ms", "10-90 %", "GFLOP/s", "% of matmul", f"vs {result.timings[-1].contender}"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for of in _PASSES:
-        rows = [t for t in result.timings if t.of == of]
-        for t in rows:
+    table.add_column("pass", no_wrap=True)
+    table.add_column("contender", no_wrap=True)
+    for column in ("ms", "10-90 %", unit, "% of matmul", "vs best other"):
+        table.add_column(column, justify="right", no_wrap=column == "10-90 %")
+    for of in passes:
+        for t in (t for t in result.timings if t.of == of):
             table.add_row(
                 of,
                 t.contender,
-                _ms(t.median_ms),
-                f"{_ms(t.p10_ms)}-{_ms(t.p90_ms)}",
-                f"{t.gflops:.1f}",
+                ms(t.median_ms),
+                f"{ms(t.p10_ms)}-{ms(t.p90_ms)}",
+                f"{t.gflops / per:.1f}",
                 f"{t.percent_of_matmul:.0f}",
-                f"x {rows[-1].median_ms / t.median_ms:.2f}",
+                "" if t.speedup is None else f"x {t.speedup:.2f}",
             )
+        for f in (f for f in result.failures if f.of == of):
+            table.add_row(of, f.contender, "failed", style="red")
         table.add_section()
     console.print(table)
+    blocks = f"blocks of about {result.block_seconds:g} s" if result.block_seconds else "calls"
+    clock = f", {result.matmul_sm_mhz:.0f} MHz" if result.matmul_sm_mhz else ""
     console.print(
-        f"Medians of {result.rounds} calls in random order. Matmul in the same run: {result.matmul} at "
-        f"{result.matmul_gflops:.1f} GFLOP/s."
+        f"Medians of {result.rounds} {blocks} in random order. Matmul in the same run: {result.matmul} at "
+        f"{result.matmul_gflops / per:.1f} {unit}{clock}."
     )
-    first = result.timings[0].contender
+    if result.best_of_others:
+        best = ", ".join(f"{name} ({of})" for of, name in result.best_of_others.items())
+        console.print(f"Best of the others than {first}: {best}.")
     for name, found in result.differences.items():
-        worst = max(found, key=lambda key: (np.isnan(found[key]), found[key]))
-        console.print(f"{name} against {first}: relative L2 of {found[worst]:.1e} at most ({worst}).")
+        if found:
+            worst = max(found, key=lambda key: (np.isnan(found[key]), found[key]))
+            console.print(f"{name} against {first}: relative L2 of {found[worst]:.1e} at most ({worst}).")
+    show_exceptions(console, {f"{f.contender} {f.of}": f.reason for f in result.failures}, result.not_timed)
     if not result.agrees:
         console.print(f"[bold red]FAILED[/]: the results differ by more than {result.tolerance:.0e}.")
 
 
-def _ms(value: float) -> str:
+def show_exceptions(console: Console, failed: dict[str, str], not_timed: dict[str, str]) -> None:
+    """What is not in the table, and why."""
+    for name, why in failed.items():
+        console.print(f"[red]{name} failed[/]: {escape(why)}")
+    for name, why in not_timed.items():
+        console.print(f"{name} not timed: {escape(why)}.")
+
+
+def ms(value: float) -> str:
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def _draw(result: Result, path: Path) -> None:
+def _draw(result: Result, passes: list[Pass], path: Path) -> None:
     figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     names = list(dict.fromkeys(t.contender for t in result.timings))
-    width = 0.8 / len(names)
+    width = 0.8 / max(1, len(names))
     for i, name in enumerate(names):
-        rows = {t.of: t for t in result.timings if t.contender == name}
-        places = np.arange(len(_PASSES)) + (i - (len(names) - 1) / 2) * width
-        bars = axes.bar(places, [rows[of].median_ms for of in _PASSES], width, label=name)
+        rows = [t for t in result.timings if t.contender == name]
+        places = [passes.index(t.of) + (i - (len(names) - 1) / 2) * width for t in rows]
+        bars = axes.bar(places, [t.median_ms for t in rows], width, label=name)
         axes.bar_label(bars, fmt="%.1f")
     s = result.shape
-    axes.set_xticks(np.arange(len(_PASSES)), _PASSES)
+    axes.set_xticks(np.arange(len(passes)), passes)
     axes.set(
         yscale="log",
         ylabel="ms (median)",
         title=f"T {s.tokens}, H {s.hidden}, I {s.inter}, E {s.experts}, K {s.top_k}, {s.dtype}",
     )
-    axes.legend(title="backend")
+    if names:
+        axes.legend(title="contender")
     figure.savefig(path, dpi=120)

@@ -10,7 +10,7 @@ EXTRAS: Final = {
     "flax": ("flax",),
     "equinox": ("equinox",),
     "cli": ("typer", "rich", "platformdirs"),
-    "bench": ("matplotlib",),
+    "bench": ("matplotlib", "optax"),
     "demo": ("optax", "orbax-checkpoint", "matplotlib"),
     "cuda": ("cuda-core", "nvidia-cuda-nvrtc", "platformdirs"),
 }
