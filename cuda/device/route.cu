@@ -84,7 +84,8 @@ __device__ void for_each_slot(const RouteParams& p, uint32_t cta, Visit visit) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int64_t slot = base + 32 * i + lane;
-      const uint32_t same = __match_any_sync(~0u, ids[i]);
+      // lanes behind the end must not be in a mask that the others wait for
+      const uint32_t same = __match_any_sync(~0u, ids[i]) & __ballot_sync(~0u, slot < end);
       if (slot < end) visit(slot, ids[i], __popc(same & ((1u << lane) - 1)), same);
       __syncwarp();
     }
@@ -172,7 +173,7 @@ __device__ void for_each_token(const RouteParams& p, uint32_t cta, Visit visit) 
   for (int64_t base = part * share; base < end; base += 32) {
     const int64_t token = base + lane;
     const int32_t age = token < end ? age_of(p, token) : -1;
-    const uint32_t same = __match_any_sync(~0u, age);
+    const uint32_t same = __match_any_sync(~0u, age) & __ballot_sync(~0u, token < end);
     if (token < end) visit(token, age, __popc(same & ((1u << lane) - 1)), same);
     __syncwarp();
   }
