@@ -17,6 +17,7 @@
 #pragma once
 
 #include "../core/pairs.h"
+#include "ptx/convert.h"
 #include "wait.h"
 
 // Compile-time shape: MOK_HIDDEN, MOK_TOP_K, MOK_SHARED_INTER.
@@ -203,11 +204,6 @@ struct Movers {
   }
 
   __device__ static float from_bf16(uint32_t half) { return __uint_as_float(half << 16); }
-  __device__ static uint32_t pack_bf16(float lo, float hi) {
-    uint32_t r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-    return r;
-  }
 
   __device__ static void add(float (&sum)[8], float w, const uint4& q) {
     const uint32_t words[4] = {q.x, q.y, q.z, q.w};

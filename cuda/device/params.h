@@ -22,8 +22,8 @@ struct SeatMemory {
 };
 struct SeatFlag {
   // arrived: generation and place in the group, see pack_place; no place any more once a failed call is left.
-  // aborted: see pack_group_abort. The others are generations.
-  static constexpr int32_t arrived = 0, published = 1, finished = 2, aborted = 3, kinds = 4;
+  // aborted, skipped: see pack_group_abort. The others are generations.
+  static constexpr int32_t arrived = 0, published = 1, finished = 2, aborted = 3, skipped = 4, kinds = 5;
   MOK_HD static int64_t offset(int32_t kind, int32_t writer) { return (int64_t{kind} * kMaxSeats + writer) * 8; }
 };
 static_assert(SeatFlag::kinds * kMaxSeats * 8 <= SeatMemory::copy_words, "flag words fit in front");

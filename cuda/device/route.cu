@@ -494,7 +494,7 @@ __device__ void end_with(const RouteParams& p, const Status& status, int32_t tas
 
 __device__ void make_tables(const RouteParams& p, const RouteShared& sh, RouteWords& words, Status status) {
   // no more than that it has failed is known of a call that lost its peers: why was said where it happened
-  if (p.shape.ranks > 1 && (has_failed(p.call) || !read_peers(p, &status)))
+  if (p.shape.ranks > 1 && (!__syncthreads_and(!has_failed(p.call)) || !read_peers(p, &status)))
     return end_with(p, {Code::peer_failed, 0, 0, 0}, 0, 0, 0);
   if (!status.ok()) return end_with(p, status, 0, 0, 0);
   const int32_t rows = describe_experts(p, sh, words);

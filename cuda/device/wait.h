@@ -36,7 +36,8 @@ __device__ __noinline__ bool fail(const CallState& c, const Status& why) {
   if (atomicExch(c.failed, 1u) != 0) return false;
   *c.status = int32_t(why.code);
   if (c.ranks > 1) *last_failed(c) = c.generation;
-  if (ptx::load_acquire_sys(&c.host_status->code) != 0) return true;
+  if (ptx::load_acquire_sys(&c.host_status->code) != 0 && (c.ranks == 1 || c.host_status->generation > c.acknowledged))
+    return true;
   ptx::store_system(reinterpret_cast<int64_t*>(&c.host_status->generation), int64_t(c.generation));
   ptx::store_system(&c.host_status->rank, why.rank);
   ptx::store_system(&c.host_status->value, why.value);
@@ -48,18 +49,19 @@ __device__ inline void give_up(const CallState& c, Wait what, int32_t culprit) {
   const uint64_t word = pack_group_abort(c.generation, what, culprit, c.coords[1]);
   if (fail(c, group_abort_status(word))) tell_all(c, SeatFlag::aborted, word);
 }
-// A call that was launched behind one that failed: it fails at once, on all ranks, and the host need not hear of it.
+// A call that was launched behind one that failed: it fails at once, on all ranks, and the host need not hear of it. It
+// has a word of its own, for a peer may not have heard yet of the failure itself.
 __device__ inline void skip_behind_failure(const CallState& c) {
   if (*last_failed(c) <= c.acknowledged) return;
   atomicExch(c.failed, 1u);
   *c.status = int32_t(Code::peer_failed);
-  tell_all(c, SeatFlag::aborted, pack_group_abort(c.generation, Wait::failure, c.coords[0], c.coords[1]));
+  tell_all(c, SeatFlag::skipped, pack_group_abort(c.generation, Wait::failure, c.coords[0], c.coords[1]));
 }
 
 // Has a rank of this group given up on this call?
 __device__ inline bool hear_abort(const CallState& c) {
-  for (int32_t s = 0; s < c.seats; ++s) {
-    const uint64_t word = heard(c, SeatFlag::aborted, s);
+  for (int32_t i = 0; i < 2 * c.seats; ++i) {
+    const uint64_t word = heard(c, i & 1 ? SeatFlag::skipped : SeatFlag::aborted, i / 2);
     if (abort_generation(word) != c.generation || abort_group(word) != (c.coords[1] & 1023)) continue;
     fail(c, group_abort_status(word));
     return true;

@@ -462,7 +462,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       movers.combine<4>(kInputSignals);
     }
     if (p.call.ranks > 1 && blockIdx.x == 0 && warp == 2) movers.leave();
-    if (mok::has_failed(p.call)) poison_weight_grads(p, lane_id());
+    if (__any_sync(~0u, mok::has_failed(p.call))) poison_weight_grads(p, lane_id());
   } else {
     take_registers<kMathRegisters>();
     compute(stream, sh, cta, warp - 4, lane_id());

@@ -19,6 +19,7 @@
 // Tasks wait only for earlier tasks, movers and flags of peers, so any number of resident clusters makes progress.
 #pragma once
 
+#include "../ptx/convert.h"
 #include "../ptx/sync.h"
 #include "../ptx/tma.h"
 #include "wgmma.h"
@@ -141,12 +142,6 @@ __device__ void produce(const Stream& stream, const Shared& sh, uint32_t cta) {
   }
 }
 
-__device__ inline uint32_t pack_bf16(float lo, float hi) {
-  uint32_t r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-
 // A warp of the math warpgroups: rows 16 warp .. 16 warp + 15 of its CTA's tile.
 template <class Stream>
 struct MathWarp {
@@ -257,7 +252,7 @@ __device__ void compute(const Stream& stream, const Shared& sh, uint32_t cta, in
   TaskSlot<Stream> slot{sh};
   for (;;) {
     // Somebody may wait for my stores before the next task can come: don't sleep on it with a signal in the pocket.
-    if (!slot.waiting()) me.flush();
+    if (!__any_sync(~0u, slot.waiting())) me.flush();
     const auto task = slot.take();
     __syncwarp();
     if (lane == 0) slot.taken();
