@@ -233,19 +233,22 @@ bool all_nan(const std::vector<uint16_t>& y) {
 }
 
 void test_any_number_of_ranks() {
-  for (int32_t experts : {4, 40})
-    for (int skew : {0, 1, 2})
-      for (int64_t tokens : skew == 0 ? std::vector<int64_t>{4, 340, 1268} : std::vector<int64_t>{340}) {
-        const Batch b(tokens, experts, uint32_t(tokens), skew);
-        for (int32_t ranks : {1, 2, 4}) {
-          Group group(ranks);
-          for (int turn = 0; turn < 2; ++turn) {
-            const auto got = group.run(b, -1, -1, turn);
-            for (int32_t status : got.status) CHECK(status == 0, "status %d, %d ranks", status, ranks);
-            CHECK(got.y == expected(b), "%d ranks, %d experts, %ld tokens, ids of kind %d", ranks, experts, long(tokens), skew);
-          }
-        }
+  struct {
+    int64_t tokens;
+    int32_t experts;
+    int skew;
+  } cases[] = {{4, 4, 0}, {340, 40, 0}, {1268, 8, 0}, {340, 8, 1}, {340, 4, 2}};
+  for (auto [tokens, experts, skew] : cases) {
+    const Batch b(tokens, experts, uint32_t(tokens), skew);
+    for (int32_t ranks : {1, 2, 4}) {
+      Group group(ranks);
+      for (int turn = 0; turn < (ranks == 2 ? 2 : 1); ++turn) {
+        const auto got = group.run(b, -1, -1, turn);
+        for (int32_t status : got.status) CHECK(status == 0, "status %d, %d ranks", status, ranks);
+        CHECK(got.y == expected(b), "%d ranks, %d experts, %ld tokens, ids of kind %d", ranks, experts, long(tokens), skew);
       }
+    }
+  }
 }
 
 void check_right(Group& group, const Batch& b) { CHECK(group.run(b).y == expected(b), "the next call is right"); }
@@ -267,7 +270,7 @@ void test_judged_failures() {
     Batch bad = good;
     bad.ids.back() = 8;
     Group group(ranks);
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < 2; ++i) {
       check_failed(group, group.run(bad), Code::id_out_of_range, ranks - 1);
       check_right(group, good);
     }
