@@ -31,8 +31,9 @@ class MoEConfig:
     **Arguments**
 
     - ``backend``: ``"auto"`` takes the fused kernel of the devices at hand and ``"xla"`` where there is none that has
-      passed its tests, saying so once; ``"cuda"`` and ``"cpu"`` ask for the fused kernels of GPUs and of CPU devices. ``"xla"`` is ``ragged_dot`` and XLA's collectives,
-      on any platform. ``"reference"`` is the dense definition of the layer, for tests.
+      passed its tests, saying so once; ``"cuda"`` and ``"cpu"`` ask for the fused kernels of GPUs and of CPU devices.
+      ``"xla"`` is ``ragged_dot`` and XLA's collectives, on any platform. ``"reference"`` is the dense definition of the
+      layer, for tests.
     - ``residuals``: ``"save"`` keeps the routed rows, gate and up for the backward pass; ``"recompute"`` keeps
       nothing beyond the inputs and computes them again. Same bits either way.
     - ``capacity_factor``: a rank may receive at most ``ceil(capacity_factor * T * K)`` rows, ``T`` its own tokens;
