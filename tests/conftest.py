@@ -21,6 +21,15 @@ def poisoned_arenas():
         runtime.native().poison_arenas()
 
 
+@pytest.fixture(scope="module")
+def ranks():
+    """``ranks(n)``: n EP ranks that share a GPU, made once for a module."""
+    from cuda_ranks import Ranks
+
+    made = {}
+    return lambda n, **kwargs: made.setdefault((n, *kwargs.items()), Ranks(n, **kwargs))
+
+
 def pytest_collection_modifyitems(items):
     has_gpu = any(d.platform == "gpu" for d in jax.devices())
     for item in items:

@@ -11,6 +11,19 @@ from jax_mok import runtime
 from jax_mok.runtime import cuda
 
 
+def routes(T, K, E):
+    """Ids of T tokens by name; None: at random, with some -1."""
+    rng = np.random.default_rng(T)
+    return {
+        "spread": None,
+        "none": np.full((T, K), -1),
+        "one expert": np.full((T, K), E - 1),
+        "first rank only": rng.integers(0, E // 4, (T, K)),
+        "even experts": rng.integers(0, E // 2, (T, K)) * 2,
+        "one slot": np.where(np.arange(T * K).reshape(T, K) == T * K - 1, 3, -1),
+    }
+
+
 def _check(result):
     assert int(result[0]) == 0, result
     return result[1] if len(result) == 2 else result[1:]

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from cuda_ranks import routes
 from layer_cases import assert_same_bits, make_inputs, oracle, rel_l2
 
 pytestmark = pytest.mark.gpu
@@ -10,26 +11,6 @@ pytestmark = pytest.mark.gpu
 RANKS = [1, 2, 4]
 LIMIT = 6e-3
 TIMEOUT, BAD_ID = 3, 1
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    from cuda_ranks import Ranks
-
-    made = {}
-    return lambda n, **kwargs: made.setdefault((n, *kwargs.items()), Ranks(n, **kwargs))
-
-
-def routes(T, K, E):
-    rng = np.random.default_rng(T)
-    return {
-        "spread": None,
-        "none": np.full((T, K), -1),
-        "one expert": np.full((T, K), E - 1),
-        "first rank only": rng.integers(0, E // 4, (T, K)),
-        "even experts": rng.integers(0, E // 2, (T, K)) * 2,
-        "one slot": np.where(np.arange(T * K).reshape(T, K) == T * K - 1, 3, -1),
-    }
 
 
 def with_odd_weights(inputs):

@@ -5,15 +5,8 @@
 
 namespace mok::ffi {
 
-// Device addresses, shapes as in MoE calls (core/types.h); outputs last. The kernel recomputes what is not saved.
-struct CudaBackward {
-  Shape shape;
-  double timeout_s;
-  const int32_t* coords;          // [2] rank, group
-  const void* x;
-  const int32_t* ids;
-  const float* router_weights;
-  const void *gate, *up, *down, *shared_gate, *shared_up, *shared_down;
+// Outputs last. The kernel recomputes what is not saved.
+struct CudaBackward : CudaInputs {
   void* saved[5];                 // rows [rows, H], gate, up [rows, I], shared gate, up [T, I_s]; null: recompute
   const void* dy;
   void *dx, *dw;

@@ -74,14 +74,25 @@ struct Entry {
   CallOrder::Place place;
 };
 
-xf::Error enter(CudaCall* site, xf::RunId run, int32_t device, const Shape& s, double timeout_s, Entry* entry) {
+xf::Error enter(CudaCall* site, xf::RunId run, int32_t device, const CudaInputs& c, Entry* entry) {
   entry->seat = site->seats.seat_of(device);
   if (entry->seat < 0)
     return xf::Error(xf::ErrorCode::kInternal, "jax_mok: GPU " + std::to_string(device) + " was not there when the first call was made");
-  if (s.ranks > 1) entry->place = site->seats.order().enter(entry->seat, run.run_id, site);
+  if (c.shape.ranks > 1) entry->place = site->seats.order().enter(entry->seat, run.run_id, site);
   else entry->place = {0, 0, site->seats.order().take_failure(entry->seat)};
   const Status& raise = entry->place.raise;
-  return raise.ok() ? xf::Error::Success() : to_error(raise, s, timeout_s);
+  return raise.ok() ? xf::Error::Success() : to_error(raise, c.shape, c.timeout_s);
+}
+
+CudaInputs inputs_of(const xf::RemainingArgs& in, const xf::Dictionary& attributes) {
+  return {shape_of(in, attributes),
+          attribute<double>(attributes, "timeout_s"),
+          static_cast<const int32_t*>(data(in, kCoords)),
+          data(in, kX),
+          static_cast<const int32_t*>(data(in, kIds)),
+          static_cast<const float*>(data(in, kWeights)),
+          data(in, kGate), data(in, kUp), data(in, kDown),
+          data(in, kSharedGate), data(in, kSharedUp), data(in, kSharedDown)};
 }
 
 xf::Error launched(int failed) {
@@ -92,18 +103,7 @@ xf::Error launched(int failed) {
 xf::Error forward(void* stream, xf::RunId run, int32_t device, CudaCall* site, xf::RemainingArgs in,
                   xf::RemainingRets out, xf::Dictionary attributes) try {
   if (xf::Error e = check_counts(in, kForwardOperands, out, kForwardResults); e.failure()) return e;
-  const Shape s = shape_of(in, attributes);
-  const double timeout_s = attribute<double>(attributes, "timeout_s");
-  Entry entry;
-  if (xf::Error e = enter(site, run, device, s, timeout_s, &entry); e.failure()) return e;
-  CudaForward call{s,
-                   timeout_s,
-                   static_cast<const int32_t*>(data(in, kCoords)),
-                   data(in, kX),
-                   static_cast<const int32_t*>(data(in, kIds)),
-                   static_cast<const float*>(data(in, kWeights)),
-                   data(in, kGate), data(in, kUp), data(in, kDown),
-                   data(in, kSharedGate), data(in, kSharedUp), data(in, kSharedDown),
+  CudaForward call{inputs_of(in, attributes),
                    data(out, 0),
                    {},
                    static_cast<int32_t*>(data(out, 1)),
@@ -112,6 +112,8 @@ xf::Error forward(void* stream, xf::RunId run, int32_t device, CudaCall* site, x
                    data(out, kWorkspace)};
   if (attribute<int64_t>(attributes, "save") != 0)
     for (size_t i = 0; i < kSavedBuffers; ++i) call.saved[i] = data(out, 4 + i);
+  Entry entry;
+  if (xf::Error e = enter(site, run, device, call, &entry); e.failure()) return e;
   return launched(launch_forward(site->driver, site->kernels, site->seats, entry.seat, entry.place, call, stream,
                                  site->seats.multiprocessors(entry.seat)));
 } catch (const std::exception& e) {
@@ -121,18 +123,7 @@ xf::Error forward(void* stream, xf::RunId run, int32_t device, CudaCall* site, x
 xf::Error backward(void* stream, xf::RunId run, int32_t device, CudaCall* site, xf::RemainingArgs in,
                    xf::RemainingRets out, xf::Dictionary attributes) try {
   if (xf::Error e = check_counts(in, kBackwardOperands, out, kBackwardResults); e.failure()) return e;
-  const Shape s = shape_of(in, attributes);
-  const double timeout_s = attribute<double>(attributes, "timeout_s");
-  Entry entry;
-  if (xf::Error e = enter(site, run, device, s, timeout_s, &entry); e.failure()) return e;
-  CudaBackward call{s,
-                    timeout_s,
-                    static_cast<const int32_t*>(data(in, kCoords)),
-                    data(in, kX),
-                    static_cast<const int32_t*>(data(in, kIds)),
-                    static_cast<const float*>(data(in, kWeights)),
-                    data(in, kGate), data(in, kUp), data(in, kDown),
-                    data(in, kSharedGate), data(in, kSharedUp), data(in, kSharedDown),
+  CudaBackward call{inputs_of(in, attributes),
                     {},
                     data(in, kBackwardOperands - 1),
                     data(out, 0), data(out, 1),
@@ -140,6 +131,8 @@ xf::Error backward(void* stream, xf::RunId run, int32_t device, CudaCall* site, 
                     data(out, kBackwardResults - 1)};
   if (attribute<int64_t>(attributes, "save") != 0)
     for (size_t i = 0; i < kSavedBuffers; ++i) call.saved[i] = data(in, kForwardOperands + i);
+  Entry entry;
+  if (xf::Error e = enter(site, run, device, call, &entry); e.failure()) return e;
   return launched(launch_backward(site->driver, site->kernels, site->seats, entry.seat, entry.place, call, stream,
                                   site->seats.multiprocessors(entry.seat)));
 } catch (const std::exception& e) {

@@ -5,15 +5,8 @@
 
 namespace mok::ffi {
 
-// Device addresses, shapes as in MoE calls (core/types.h); outputs last.
-struct CudaForward {
-  Shape shape;
-  double timeout_s;
-  const int32_t* coords;         // [2] rank, group
-  const void* x;
-  const int32_t* ids;
-  const float* router_weights;
-  const void *gate, *up, *down, *shared_gate, *shared_up, *shared_down;
+// Outputs last.
+struct CudaForward : CudaInputs {
   void* y;
   void* saved[5];                // rows [rows, H], gate, up [rows, I], shared gate, up [T, I_s]; null: not wanted
   int32_t *tokens_per_expert, *rows_per_rank, *status;

@@ -16,6 +16,17 @@ struct CudaKernels {
   void* main;  // of the forward pass or of the backward pass
 };
 
+// What both passes take: device addresses, shapes as in MoE calls (core/types.h).
+struct CudaInputs {
+  Shape shape;
+  double timeout_s;
+  const int32_t* coords;         // [2] rank, group
+  const void* x;
+  const int32_t* ids;
+  const float* router_weights;
+  const void *gate, *up, *down, *shared_gate, *shared_up, *shared_down;
+};
+
 // Hands out 256-byte-aligned pieces; without a base it only adds up.
 class Pieces {
  public:

@@ -64,32 +64,32 @@ void set_cuda_loader(nb::callable load, nb::callable devices) {
       });
 }
 
-// A rank's forward call without XLA, on any stream: several ranks can share one GPU. For tests.
-int launch_forward(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t generation, uint64_t acknowledged, std::pair<uintptr_t, uintptr_t> kernels,
-                   const std::vector<int64_t>& s, double timeout_s, const std::vector<uintptr_t>& b, uintptr_t stream,
-                   int multiprocessors) {
+// The first ten of a call's addresses, by which both passes begin.
+mok::ffi::CudaInputs inputs_at(const std::vector<int64_t>& shape, double timeout_s, const std::vector<uintptr_t>& b) {
+  auto at = [&](size_t i) { return reinterpret_cast<void*>(b.at(i)); };
+  return {shape_from(shape), timeout_s, static_cast<int32_t*>(at(0)), at(1), static_cast<int32_t*>(at(2)),
+          static_cast<float*>(at(3)), at(4), at(5), at(6), at(7), at(8), at(9)};
+}
+mok::ffi::CudaForward forward_at(const mok::ffi::CudaInputs& inputs, const std::vector<uintptr_t>& b) {
   auto at = [&](size_t i) { return reinterpret_cast<void*>(b.at(i)); };
   auto ints = [&](size_t i) { return static_cast<int32_t*>(at(i)); };
-  const mok::ffi::CudaForward call{
-      shape_from(s), timeout_s, ints(0), at(1), ints(2), static_cast<float*>(at(3)), at(4), at(5), at(6), at(7), at(8), at(9),
-      at(10), {at(15), at(16), at(17), at(18), at(19)}, ints(11), ints(12), ints(13), at(14)};
-  return mok::ffi::launch_forward(*mok::ffi::CudaDriver::get(),
-                                  {reinterpret_cast<void*>(kernels.first), reinterpret_cast<void*>(kernels.second)},
-                                  seats, seat, {generation, acknowledged, {}}, call, reinterpret_cast<void*>(stream), multiprocessors);
+  return {inputs, at(10), {at(15), at(16), at(17), at(18), at(19)}, ints(11), ints(12), ints(13), at(14)};
+}
+mok::ffi::CudaBackward backward_at(const mok::ffi::CudaInputs& inputs, const std::vector<uintptr_t>& b) {
+  auto at = [&](size_t i) { return reinterpret_cast<void*>(b.at(i)); };
+  return {inputs, {at(10), at(11), at(12), at(13), at(14)}, at(15), at(16), at(17), at(18), at(19), at(20), at(21),
+          at(22), at(23), at(24)};
 }
 
-// The same of a backward call.
-int launch_backward(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t generation, uint64_t acknowledged, std::pair<uintptr_t, uintptr_t> kernels,
-                    const std::vector<int64_t>& s, double timeout_s, const std::vector<uintptr_t>& b, uintptr_t stream,
-                    int multiprocessors) {
-  auto at = [&](size_t i) { return reinterpret_cast<void*>(b.at(i)); };
-  const mok::ffi::CudaBackward call{
-      shape_from(s), timeout_s, static_cast<int32_t*>(at(0)), at(1), static_cast<int32_t*>(at(2)), static_cast<float*>(at(3)),
-      at(4), at(5), at(6), at(7), at(8), at(9), {at(10), at(11), at(12), at(13), at(14)}, at(15), at(16), at(17), at(18),
-      at(19), at(20), at(21), at(22), at(23), at(24)};
-  return mok::ffi::launch_backward(*mok::ffi::CudaDriver::get(),
-                                   {reinterpret_cast<void*>(kernels.first), reinterpret_cast<void*>(kernels.second)},
-                                   seats, seat, {generation, acknowledged, {}}, call, reinterpret_cast<void*>(stream), multiprocessors);
+// A rank's call without XLA, on any stream: several ranks can share one GPU. For tests.
+template <auto kLaunch, auto kCall>
+int launch_at(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t generation, uint64_t acknowledged,
+              std::pair<uintptr_t, uintptr_t> kernels, const std::vector<int64_t>& shape, double timeout_s,
+              const std::vector<uintptr_t>& addresses, uintptr_t stream, int multiprocessors) {
+  return kLaunch(*mok::ffi::CudaDriver::get(),
+                 {reinterpret_cast<void*>(kernels.first), reinterpret_cast<void*>(kernels.second)}, seats, seat,
+                 {generation, acknowledged, {}}, kCall(inputs_at(shape, timeout_s, addresses), addresses),
+                 reinterpret_cast<void*>(stream), multiprocessors);
 }
 
 // (code, rank, value, extra) of the last failed call of a seat, which is then forgotten.
@@ -169,8 +169,8 @@ NB_MODULE(_native, m) {
       .def("bytes", &mok::ffi::CudaSeats::bytes)
       .def("memory", [](const mok::ffi::CudaSeats& seats, int32_t seat) { return reinterpret_cast<uintptr_t>(seats.memory(seat)); })
       .def("take_failure", &take_failure)
-      .def("launch_forward", &launch_forward)
-      .def("launch_backward", &launch_backward);
+      .def("launch_forward", &launch_at<&mok::ffi::launch_forward, &forward_at>)
+      .def("launch_backward", &launch_at<&mok::ffi::launch_backward, &backward_at>);
 
   m.def("isa", [] { return std::string(mok::cpu::tile_ops(4).isa); }, "Instruction set of the tile kernels in use.");
   m.def("held_bytes", &mok::cpu::held_bytes, "Bytes that the arenas and scratch memory of the process take.");
