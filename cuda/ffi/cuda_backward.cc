@@ -103,25 +103,14 @@ int encode_maps(const CudaDriver& driver, const Arrays& a, const WeightArrays& w
 
 BackwardParams backward_params(const CudaBackward& c, const Workspace& w, const RouteParams& route) {
   const Shape& s = c.shape;
-  const Extent extent = extent_of(s);
   BackwardParams p{};
-  p.call = route.call;
-  p.routes = w.routes;
-  p.layout = route.layout;
-  p.ids = c.ids;
-  p.router_weights = c.router_weights;
-  for (int i = 0; i < 2; ++i) p.published[i] = route.published[i];
+  fill_movers(c, route, &p);
   p.rows_in[0] = w.routed.dy;
   p.rows_in[1] = w.routed.x;
   p.rows_out = w.routed.dx;
   p.rows_back = w.rows_back;
   p.shared_out = w.shared.dx;
   p.sum = static_cast<uint16_t*>(c.dx);
-  p.tokens = s.tokens;
-  p.local_experts = s.local_experts();
-  p.max_rows = extent.rows;
-  p.max_pairs = extent.pairs;
-  p.max_blocks = extent.blocks;
   p.row_weight = w.row_weight;
   p.dots = w.dots;
   p.row_dw = w.row_dw;

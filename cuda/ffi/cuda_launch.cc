@@ -76,28 +76,17 @@ int launch_forward(const CudaDriver& driver, const CudaKernels& kernels, const C
   }
   const CallState state =
       call_state(seats, seat, place, s, c.timeout_s, c.coords, w.routes.counters + Counter::failed, c.status);
-  const Extent extent = extent_of(s);
   const Published x{static_cast<const uint16_t*>(c.x), layout.tokens_in};
   const RouteParams route{state, w.routes, s, layout, c.ids, {x, {}}, /*router_weights=*/nullptr, c.tokens_per_expert,
-                          c.rows_per_rank, extent.pairs};
+                          c.rows_per_rank, extent_of(s).pairs};
   ForwardParams p{};
   if (const int failed = encode_maps(driver, c, w, w.rows_y, &p); failed != 0) return failed;
-  p.call = state;
-  p.routes = w.routes;
-  p.layout = layout;
-  p.ids = c.ids;
-  p.router_weights = c.router_weights;
-  p.published[0] = x;
+  fill_movers(c, route, &p);
   p.rows_in[0] = w.rows_in;
   p.rows_out = w.rows_y;
   p.rows_back = w.rows_back;
   p.shared_out = w.shared_y;
   p.sum = static_cast<uint16_t*>(c.y);
-  p.tokens = s.tokens;
-  p.local_experts = s.local_experts();
-  p.max_rows = extent.rows;
-  p.max_pairs = extent.pairs;
-  p.max_blocks = extent.blocks;
   return launch_both(driver, kernels, route, &p, stream, multiprocessors);
 }
 

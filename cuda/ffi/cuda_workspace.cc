@@ -69,6 +69,21 @@ CallState call_state(const CudaSeats& seats, int32_t seat, const CallOrder::Plac
   return state;
 }
 
+void fill_movers(const CudaInputs& c, const RouteParams& route, MoverParams* p) {
+  const Extent extent = extent_of(c.shape);
+  p->call = route.call;
+  p->routes = route.routes;
+  p->layout = route.layout;
+  p->ids = c.ids;
+  p->router_weights = c.router_weights;
+  for (int i = 0; i < 2; ++i) p->published[i] = route.published[i];
+  p->tokens = c.shape.tokens;
+  p->local_experts = c.shape.local_experts();
+  p->max_rows = extent.rows;
+  p->max_pairs = extent.pairs;
+  p->max_blocks = extent.blocks;
+}
+
 int launch_both(const CudaDriver& driver, const CudaKernels& kernels, const RouteParams& route, MoverParams* main,
                 void* stream, int multiprocessors) {
   const bool exchange = route.shape.ranks > 1;

@@ -64,6 +64,9 @@ struct Encoder {
 CallState call_state(const CudaSeats& seats, int32_t seat, const CallOrder::Place& place, const Shape& shape,
                      double timeout_s, const int32_t* coords, uint32_t* failed, int32_t* status);
 
+// What the movers of both passes take from the call's inputs and from its routing.
+void fill_movers(const CudaInputs& call, const RouteParams& route, MoverParams* movers);
+
 // The two launches of a call. Return 0 or the driver's error code.
 int launch_both(const CudaDriver& driver, const CudaKernels& kernels, const RouteParams& route, MoverParams* main,
                 void* stream, int multiprocessors);

@@ -141,7 +141,7 @@ struct BackwardStream {
     const Need n = need(t);
     return !has_failed(p.call) && wait_counter(p.call, counter(n.word), n.target);
   }
-  // Rows were written by ordinary stores of other SMs, and TMA reads them next.
+  // Rows were written by ordinary stores of other SMs, and TMA reads them next. The dealer has seen the target reached.
   __device__ void acquire(const BackwardWork& t) const {
     const Need n = need(t);
     while (load_acquire_gpu(counter(n.word)) < n.target) {}

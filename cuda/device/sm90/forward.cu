@@ -86,7 +86,7 @@ struct ForwardStream {
   __device__ bool ready(const ForwardTask& t) const {
     return !has_failed(p.call) && wait_counter(p.call, awaited(t), target(t));
   }
-  // Rows were written by ordinary stores of other SMs, and TMA reads them next.
+  // Rows were written by ordinary stores of other SMs, and TMA reads them next. The dealer has seen the target reached.
   __device__ void acquire(const ForwardTask& t) const {
     while (load_acquire_gpu(awaited(t)) < target(t)) {}
     fence_async_global();
