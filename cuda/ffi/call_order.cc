@@ -17,8 +17,14 @@ Status failure_of(const HostStatus& status) {
 
 }  // namespace
 
+uint64_t CallOrder::agree_on(const HostStatus& failure, uint64_t next, double patience_s) const {
+  const Code code = failure_of(failure).code;
+  const bool judged = code == Code::id_out_of_range || code == Code::over_capacity || code == Code::shape_mismatch;
+  return judged ? agree_(failure.generation, next, patience_s) : 0;
+}
+
 // With the oldest failure that has not been raised.
-CallOrder::Place CallOrder::next_place() {
+CallOrder::Place CallOrder::next_place(double patience_s) {
   const HostStatus* oldest = nullptr;
   uint64_t newest = acknowledged_;
   for (const HostStatus* s = statuses_; s < statuses_ + seats_; ++s) {
@@ -26,17 +32,25 @@ CallOrder::Place CallOrder::next_place() {
     if (oldest == nullptr || s->generation < oldest->generation) oldest = s;
     newest = std::max(newest, s->generation);
   }
-  acknowledged_ = newest;
-  return {++last_generation_, acknowledged_, oldest == nullptr ? Status{} : failure_of(*oldest)};
+  const uint64_t next = ++last_generation_;
+  if (oldest == nullptr) return {next, acknowledged_, {}};
+  if (agree_ && !ended_) {
+    if (raise_in_ == 0) raise_in_ = agree_on(*oldest, next, patience_s);
+    ended_ = raise_in_ == 0;
+    if (next < raise_in_) return {next, acknowledged_, {}};  // it will end at once: the device knows of the failure
+    raise_in_ = 0;
+  }
+  if (!ended_) acknowledged_ = newest;
+  return {next, acknowledged_, failure_of(*oldest)};
 }
 
-CallOrder::Place CallOrder::enter(int32_t seat, int64_t run, const void* site) {
+CallOrder::Place CallOrder::enter(int32_t seat, int64_t run, const void* site, double patience_s) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto it = std::find_if(calls_.begin(), calls_.end(), [&](const Call& c) {
     return c.run == run && c.site == site && !c.entered[size_t(seat)];
   });
   if (it == calls_.end()) {
-    calls_.push_back({next_place(), run, site, std::vector<bool>(size_t(seats_))});
+    calls_.push_back({next_place(patience_s), run, site, std::vector<bool>(size_t(seats_))});
     if (calls_.size() > kCallsKept) calls_.pop_front();
     it = std::prev(calls_.end());
   }

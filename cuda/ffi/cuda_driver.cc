@@ -1,6 +1,7 @@
 #include "cuda_driver.h"
 
 #include <dlfcn.h>
+#include <unistd.h>
 
 #include <cstring>
 
@@ -16,12 +17,19 @@ struct AllocationProp {
   unsigned char flags[8];
 };
 struct AccessDesc { Location location; int flags; };
+constexpr int kFdHandle = 1, kFabricHandle = 8;
+constexpr size_t kFabricBytes = 64;
 constexpr int kPinned = 1, kOnDevice = 1, kReadWrite = 3, kNonBlocking = 1, kMultiprocessors = 16, kPortableMapped = 3;
 
-AllocationProp on_device(int device) {
+int handle_type(Sharing sharing) {
+  return sharing == Sharing::none ? 0 : sharing == Sharing::fabric ? kFabricHandle : kFdHandle;
+}
+
+AllocationProp on_device(int device, Sharing sharing = Sharing::none) {
   AllocationProp prop;
   std::memset(&prop, 0, sizeof prop);
   prop.type = kPinned;
+  prop.handle_types = handle_type(sharing);
   prop.location = {kOnDevice, device};
   return prop;
 }
@@ -33,6 +41,7 @@ struct CudaDriver::Api {
                                 const uint32_t*, int, int, int, int);
   int (*cuLaunchKernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
   int (*cuInit)(unsigned);
+  int (*cuDeviceGetCount)(int*);
   int (*cuDeviceGet)(int*, int);
   int (*cuDeviceGetAttribute)(int*, int, int);
   int (*cuDevicePrimaryCtxRetain)(void**, int);
@@ -46,6 +55,9 @@ struct CudaDriver::Api {
   int (*cuMemMap)(uint64_t, size_t, size_t, uint64_t, unsigned long long);
   int (*cuMemUnmap)(uint64_t, size_t);
   int (*cuMemSetAccess)(uint64_t, size_t, const AccessDesc*, size_t);
+  int (*cuMemExportToShareableHandle)(void*, uint64_t, int, unsigned long long);
+  int (*cuMemImportFromShareableHandle)(uint64_t*, void*, int);
+  int (*cuMemcpyDtoH_v2)(void*, uint64_t, size_t);
   int (*cuStreamCreate)(void**, unsigned);
   int (*cuStreamSynchronize)(void*);
   int (*cuStreamDestroy_v2)(void*);
@@ -67,11 +79,13 @@ const CudaDriver* CudaDriver::get() {
     };
 #define MOK_FIND(name) find(api->name, #name)
     MOK_FIND(cuTensorMapEncodeTiled); MOK_FIND(cuLaunchKernel); MOK_FIND(cuInit); MOK_FIND(cuDeviceGet);
+    MOK_FIND(cuDeviceGetCount);
     MOK_FIND(cuDeviceGetAttribute); MOK_FIND(cuDevicePrimaryCtxRetain); MOK_FIND(cuCtxPushCurrent_v2);
     MOK_FIND(cuCtxPopCurrent_v2); MOK_FIND(cuMemGetAllocationGranularity); MOK_FIND(cuMemAddressReserve);
     MOK_FIND(cuMemAddressFree); MOK_FIND(cuMemCreate); MOK_FIND(cuMemRelease); MOK_FIND(cuMemMap);
     MOK_FIND(cuMemUnmap); MOK_FIND(cuMemSetAccess); MOK_FIND(cuStreamCreate); MOK_FIND(cuStreamSynchronize);
     MOK_FIND(cuStreamDestroy_v2); MOK_FIND(cuMemsetD8Async); MOK_FIND(cuMemHostAlloc); MOK_FIND(cuMemFreeHost);
+    MOK_FIND(cuMemExportToShareableHandle); MOK_FIND(cuMemImportFromShareableHandle); MOK_FIND(cuMemcpyDtoH_v2);
 #undef MOK_FIND
     return all && api->cuInit(0) == 0 ? new CudaDriver(*api) : nullptr;
   }();
@@ -84,7 +98,29 @@ void check(int code, const std::string& what) {
   if (code != 0) throw CudaError(what, code);
 }
 
+uint64_t address_of(const uint8_t* at) { return reinterpret_cast<uint64_t>(at); }
+
 }  // namespace
+
+// A device's primary context, current while this lives.
+class CudaDriver::Context {
+ public:
+  Context(const Api& api, int device) : api_(api) {
+    const std::string what = "open GPU " + std::to_string(device);
+    void* context = nullptr;
+    check(api.cuDevicePrimaryCtxRetain(&context, device), what);
+    check(api.cuCtxPushCurrent_v2(context), what);
+  }
+  ~Context() {
+    void* context = nullptr;
+    api_.cuCtxPopCurrent_v2(&context);
+  }
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+ private:
+  const Api& api_;
+};
 
 int CudaDriver::encode(TensorMap* map, const void* base, int rank, const uint64_t* dims, const uint64_t* strides,
                        const uint32_t* box) const {
@@ -95,13 +131,19 @@ int CudaDriver::encode(TensorMap* map, const void* base, int rank, const uint64_
 }
 
 int CudaDriver::zero(void* at, int64_t bytes, void* stream) const {
-  return api_.cuMemsetD8Async(reinterpret_cast<uint64_t>(at), 0, size_t(bytes), stream);
+  return api_.cuMemsetD8Async(address_of(static_cast<uint8_t*>(at)), 0, size_t(bytes), stream);
 }
 
 int CudaDriver::launch(void* kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, void* stream,
                        void* params) const {
   void* arguments[] = {params};
   return api_.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, nullptr);
+}
+
+int CudaDriver::devices() const {
+  int n = 0;
+  check(api_.cuDeviceGetCount(&n), "count GPUs");
+  return n;
 }
 
 int CudaDriver::multiprocessors(int device) const {
@@ -125,53 +167,94 @@ uint8_t* CudaDriver::reserve_addresses(int64_t bytes) const {
 }
 
 void CudaDriver::free_addresses(uint8_t* at, int64_t bytes) const {
-  api_.cuMemAddressFree(reinterpret_cast<uint64_t>(at), size_t(bytes));
+  api_.cuMemAddressFree(address_of(at), size_t(bytes));
 }
 
-uint64_t CudaDriver::map(int device, uint8_t* at, int64_t bytes, const std::vector<int>& users) const {
-  const AllocationProp prop = on_device(device);
-  const auto address = reinterpret_cast<uint64_t>(at);
-  const std::string what = std::to_string(bytes) + " bytes of memory of GPU " + std::to_string(device);
+uint64_t CudaDriver::create(int device, int64_t bytes, Sharing sharing) const {
+  const AllocationProp prop = on_device(device, sharing);
   uint64_t memory = 0;
   check(api_.cuMemCreate(&memory, size_t(bytes), &prop, 0),
-        "give " + what + " to the arena; lower MoEConfig.capacity_factor or XLA_PYTHON_CLIENT_MEM_FRACTION");
-  if (const int code = api_.cuMemMap(address, size_t(bytes), 0, memory, 0); code != 0) {
-    api_.cuMemRelease(memory);
-    throw CudaError("map " + what, code);
-  }
-  std::vector<AccessDesc> access;
-  for (int user : users) access.push_back({{kOnDevice, user}, kReadWrite});
-  int code = api_.cuMemSetAccess(address, size_t(bytes), access.data(), access.size());
-  void *context = nullptr, *stream = nullptr;
-  if (code == 0) code = api_.cuDevicePrimaryCtxRetain(&context, device);
-  if (code == 0) code = api_.cuCtxPushCurrent_v2(context);
-  if (code == 0) {
-    // a stream of its own: the default stream would wait for calls that wait for their peers
-    code = api_.cuStreamCreate(&stream, kNonBlocking);
-    if (code == 0) code = api_.cuMemsetD8Async(address, 0, size_t(bytes), stream);
-    if (code == 0) code = api_.cuStreamSynchronize(stream);
-    if (stream != nullptr) api_.cuStreamDestroy_v2(stream);
-    api_.cuCtxPopCurrent_v2(&context);
-  }
-  if (code != 0) {
-    unmap(at, bytes, memory);
-    throw CudaError("open " + what + " to the other GPUs of the process (do they have peer access?)", code);
-  }
+        "give " + std::to_string(bytes) + " bytes of memory of GPU " + std::to_string(device) +
+            " to the arena; lower MoEConfig.capacity_factor or XLA_PYTHON_CLIENT_MEM_FRACTION");
   return memory;
 }
 
+MemoryHandle CudaDriver::export_memory(uint64_t memory, Sharing sharing) const {
+  MemoryHandle handle;
+  handle.fabric.resize(sharing == Sharing::fabric ? kFabricBytes : 0);
+  void* const to = sharing == Sharing::fabric ? static_cast<void*>(handle.fabric.data()) : &handle.fd;
+  check(api_.cuMemExportToShareableHandle(to, memory, handle_type(sharing), 0), "export memory to other processes");
+  return handle;
+}
+
+uint64_t CudaDriver::import_memory(const MemoryHandle& handle) const {
+  const bool fabric = handle.fd < 0;
+  void* const from = fabric ? const_cast<char*>(handle.fabric.data()) : reinterpret_cast<void*>(intptr_t{handle.fd});
+  uint64_t memory = 0;
+  check(api_.cuMemImportFromShareableHandle(&memory, from, fabric ? kFabricHandle : kFdHandle),
+        "import memory of another process");
+  return memory;
+}
+
+void CudaDriver::release(uint64_t memory) const { api_.cuMemRelease(memory); }
+
+void CudaDriver::map(uint8_t* at, int64_t bytes, uint64_t memory, const std::vector<int>& users) const {
+  const std::string what = std::to_string(bytes) + " bytes of an arena";
+  check(api_.cuMemMap(address_of(at), size_t(bytes), 0, memory, 0), "map " + what);
+  std::vector<AccessDesc> access;
+  for (int user : users) access.push_back({{kOnDevice, user}, kReadWrite});
+  const int code = api_.cuMemSetAccess(address_of(at), size_t(bytes), access.data(), access.size());
+  if (code == 0) return;
+  api_.cuMemUnmap(address_of(at), size_t(bytes));
+  throw CudaError("open " + what + " to all GPUs that share it (do they have peer access?)", code);
+}
+
 void CudaDriver::unmap(uint8_t* at, int64_t bytes, uint64_t memory) const {
-  api_.cuMemUnmap(reinterpret_cast<uint64_t>(at), size_t(bytes));
-  api_.cuMemRelease(memory);
+  api_.cuMemUnmap(address_of(at), size_t(bytes));
+  release(memory);
+}
+
+void CudaDriver::zero_now(int device, uint8_t* at, int64_t bytes) const {
+  const Context context(api_, device);
+  // a stream of its own: the default stream would wait for calls that wait for their peers
+  void* stream = nullptr;
+  int code = api_.cuStreamCreate(&stream, kNonBlocking);
+  if (code == 0) code = api_.cuMemsetD8Async(address_of(at), 0, size_t(bytes), stream);
+  if (code == 0) code = api_.cuStreamSynchronize(stream);
+  if (stream != nullptr) api_.cuStreamDestroy_v2(stream);
+  check(code, "clear an arena");
+}
+
+void CudaDriver::try_sharing(int device, Sharing sharing) const {
+  const Context context(api_, device);
+  const auto bytes = int64_t(granularity(device));
+  uint8_t* const at = reserve_addresses(2 * bytes);
+  std::vector<uint64_t> made;
+  MemoryHandle handle;
+  std::string failure;
+  try {
+    made.push_back(create(device, bytes, sharing));
+    map(at, bytes, made[0], {device});
+    zero_now(device, at, bytes);
+    handle = export_memory(made[0], sharing);
+    made.push_back(import_memory(handle));
+    map(at + bytes, bytes, made[1], {device});
+    uint64_t word = 1;
+    check(api_.cuMemcpyDtoH_v2(&word, address_of(at + bytes), sizeof word), "read imported memory");
+    if (word != 0) failure = "imported memory is not what was exported";
+  } catch (const CudaError& e) {
+    failure = e.what();
+  }
+  if (handle.fd >= 0) close(handle.fd);
+  for (size_t i = 0; i < made.size(); ++i) unmap(at + int64_t(i) * bytes, bytes, made[i]);  // not mapped: no harm
+  free_addresses(at, 2 * bytes);
+  if (!failure.empty()) throw std::runtime_error(failure);
 }
 
 void* CudaDriver::allocate_host(int64_t bytes) const {
-  void *memory = nullptr, *context = nullptr;
-  check(api_.cuDevicePrimaryCtxRetain(&context, 0), "open GPU 0");
-  check(api_.cuCtxPushCurrent_v2(context), "open GPU 0");
-  const int code = api_.cuMemHostAlloc(&memory, size_t(bytes), kPortableMapped);
-  api_.cuCtxPopCurrent_v2(&context);
-  check(code, "allocate pinned host memory");
+  const Context context(api_, 0);
+  void* memory = nullptr;
+  check(api_.cuMemHostAlloc(&memory, size_t(bytes), kPortableMapped), "allocate pinned host memory");
   std::memset(memory, 0, size_t(bytes));
   return memory;
 }

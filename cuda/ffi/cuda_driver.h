@@ -12,6 +12,16 @@
 
 namespace mok::ffi {
 
+// How memory of a GPU is shared with other processes.
+enum class Sharing { none, file_descriptor, fabric };
+
+// What another process needs to map a piece of memory: a file descriptor, which is its holder's to close, or a fabric
+// handle.
+struct MemoryHandle {
+  int fd = -1;
+  std::string fabric;
+};
+
 class CudaError : public std::runtime_error {
  public:
   CudaError(const std::string& what, int code)
@@ -30,18 +40,28 @@ class CudaDriver {
   int launch(void* kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, void* stream, void* params) const;
 
   // The rest throw CudaError. Devices are CUDA ordinals.
+  int devices() const;
   int multiprocessors(int device) const;
   uint64_t granularity(int device) const;                       // of physical memory
   uint8_t* reserve_addresses(int64_t bytes) const;
-  // `bytes` of zeroed memory of a device at an address, for the use of all `users`. Returns what unmap() needs.
-  uint64_t map(int device, uint8_t* at, int64_t bytes, const std::vector<int>& users) const;
+  // Physical memory of a device. Returns what the others take for it.
+  uint64_t create(int device, int64_t bytes, Sharing sharing) const;
+  MemoryHandle export_memory(uint64_t memory, Sharing sharing) const;
+  uint64_t import_memory(const MemoryHandle& handle) const;
+  void release(uint64_t memory) const;
+  // Maps memory at an address, for the use of all `users`; until unmap(), which releases it, too.
+  void map(uint8_t* at, int64_t bytes, uint64_t memory, const std::vector<int>& users) const;
   void unmap(uint8_t* at, int64_t bytes, uint64_t memory) const;
+  void zero_now(int device, uint8_t* at, int64_t bytes) const;
+  // Creates, exports, imports and reads a piece of memory. Throws what was refused.
+  void try_sharing(int device, Sharing sharing) const;
   void free_addresses(uint8_t* at, int64_t bytes) const;
   void* allocate_host(int64_t bytes) const;                     // zeroed; every device may write it
   void free_host(void* memory) const;
 
  private:
   struct Api;
+  class Context;
   explicit CudaDriver(const Api& api) : api_(api) {}
   const Api& api_;
 };

@@ -2,7 +2,11 @@
 // when XLA instantiated the call.
 #include "cuda_handlers.h"
 
+#include <algorithm>
+#include <atomic>
 #include <exception>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -15,10 +19,9 @@ namespace {
 
 // What the process knows of its GPUs; never destroyed: calls may still run at exit.
 struct Process {
-  CudaLoader load;
-  std::function<std::vector<int>()> devices;
+  CudaHost host;
   std::mutex mutex;
-  CudaSeats* seats = nullptr;
+  std::map<std::string, std::shared_ptr<CudaSeats>> seats;  // by name; "": this process's own
 };
 
 Process& process() {
@@ -26,21 +29,41 @@ Process& process() {
   return *p;
 }
 
-// The seats of this process, one for each of its GPUs, in their order.
-CudaSeats& seats_of_process(const CudaDriver& driver) {
+std::shared_ptr<CudaSeats> seats_for(const CudaDriver& driver, const std::string& span, double patience_s) {
   Process& p = process();
-  const std::vector<int> devices = p.devices();  // takes Python's lock, which must not be waited for under ours
+  // takes Python's lock, which must not be waited for under ours
+  const CudaHost::Seating seating = p.host.seating(span, patience_s);
+  const std::string& name = seating.name;
   std::lock_guard<std::mutex> lock(p.mutex);
-  if (p.seats == nullptr) p.seats = new CudaSeats(driver, devices);
-  return *p.seats;
+  std::shared_ptr<CudaSeats>& seats = p.seats[name];
+  if (seats == nullptr)
+    seats = std::make_shared<CudaSeats>(
+        driver, seating.devices, seating.sharing,
+        [&p, name](const std::string& piece, int64_t bytes, const std::vector<MemoryHandle>& mine, double patience) {
+          return p.host.share(name, piece, bytes, mine, patience);
+        },
+        name.empty() ? CallOrder::Agree()
+                     : [&p, name](uint64_t failed, uint64_t next, double patience) {
+                         return p.host.agree(name, failed, next, patience);
+                       });
+  return seats;
 }
 
 // One per call site of a compiled program, shared by all devices that run it.
 struct CudaCall {
   static xf::TypeId id;
   const CudaDriver& driver;
-  CudaSeats& seats;
-  CudaKernels kernels;
+  const std::shared_ptr<CudaSeats> seats;
+  const CudaKernels kernels;
+  const bool spans_processes;
+  std::atomic<uint64_t> first_generation{0};
+
+  // Other processes may still be compiling when this one runs the program for the first time.
+  bool is_first(uint64_t generation) {
+    uint64_t none = 0;
+    first_generation.compare_exchange_strong(none, generation);
+    return spans_processes && first_generation == generation;
+  }
 };
 xf::TypeId CudaCall::id = {};
 
@@ -55,11 +78,13 @@ xf::ErrorOr<std::unique_ptr<CudaCall>> prepare(const xf::Dictionary& attributes,
     const CudaDriver* driver = CudaDriver::get();
     if (driver == nullptr) throw std::runtime_error("libcuda.so.1 cannot be loaded");
     const Shape s = arena_shape(attributes);
-    CudaSeats& seats = seats_of_process(*driver);
-    if (s.ranks > 1) seats.reserve(cuda_arena_layout(s), max_blocks(s, kCudaTiles));
+    const std::string span(attribute<std::string_view>(attributes, "span"));
+    const auto patience_s = attribute<double>(attributes, "first_call_timeout_s");
     const bool save = attribute<int64_t>(attributes, "save") != 0;
-    return std::make_unique<CudaCall>(
-        CudaCall{*driver, seats, process().load(main, s.hidden, s.inter, s.top_k, s.shared_inter, save)});
+    const CudaKernels kernels = process().host.load(main, s.hidden, s.inter, s.top_k, s.shared_inter, save);
+    const std::shared_ptr<CudaSeats> seats = seats_for(*driver, span, patience_s);
+    if (s.ranks > 1) seats->reserve(cuda_arena_layout(s), max_blocks(s, kCudaTiles), patience_s);
+    return std::unique_ptr<CudaCall>(new CudaCall{*driver, seats, kernels, !span.empty()});
   } catch (const std::exception& e) {
     return xf::Unexpected(xf::Error(xf::ErrorCode::kInternal, std::string("jax_mok: preparing a CUDA call failed: ") + e.what()));
   }
@@ -74,14 +99,18 @@ struct Entry {
   CallOrder::Place place;
 };
 
-xf::Error enter(CudaCall* site, xf::RunId run, int32_t device, const CudaInputs& c, Entry* entry) {
-  entry->seat = site->seats.seat_of(device);
+xf::Error enter(CudaCall* site, xf::RunId run, int32_t device, const xf::Dictionary& attributes, CudaInputs* c, Entry* entry) {
+  CudaSeats& seats = *site->seats;
+  entry->seat = seats.seat_of(device);
   if (entry->seat < 0)
     return xf::Error(xf::ErrorCode::kInternal, "jax_mok: GPU " + std::to_string(device) + " was not there when the first call was made");
-  if (c.shape.ranks > 1) entry->place = site->seats.order().enter(entry->seat, run.run_id, site);
-  else entry->place = {0, 0, site->seats.order().take_failure(entry->seat)};
+  if (c->shape.ranks > 1) entry->place = seats.order().enter(entry->seat, run.run_id, site, c->timeout_s);
+  else entry->place = {0, 0, seats.order().take_failure(entry->seat)};
   const Status& raise = entry->place.raise;
-  return raise.ok() ? xf::Error::Success() : to_error(raise, c.shape, c.timeout_s);
+  if (!raise.ok()) return to_error(raise, c->shape, c->timeout_s);
+  if (site->is_first(entry->place.generation))
+    c->timeout_s = std::max(c->timeout_s, attribute<double>(attributes, "first_call_timeout_s"));
+  return xf::Error::Success();
 }
 
 CudaInputs inputs_of(const xf::RemainingArgs& in, const xf::Dictionary& attributes) {
@@ -113,9 +142,9 @@ xf::Error forward(void* stream, xf::RunId run, int32_t device, CudaCall* site, x
   if (attribute<int64_t>(attributes, "save") != 0)
     for (size_t i = 0; i < kSavedBuffers; ++i) call.saved[i] = data(out, 4 + i);
   Entry entry;
-  if (xf::Error e = enter(site, run, device, call, &entry); e.failure()) return e;
-  return launched(launch_forward(site->driver, site->kernels, site->seats, entry.seat, entry.place, call, stream,
-                                 site->seats.multiprocessors(entry.seat)));
+  if (xf::Error e = enter(site, run, device, attributes, &call, &entry); e.failure()) return e;
+  return launched(launch_forward(site->driver, site->kernels, *site->seats, entry.seat, entry.place, call, stream,
+                                 site->seats->multiprocessors(entry.seat)));
 } catch (const std::exception& e) {
   return xf::Error(xf::ErrorCode::kInternal, std::string("jax_mok: ") + e.what());
 }
@@ -132,9 +161,9 @@ xf::Error backward(void* stream, xf::RunId run, int32_t device, CudaCall* site, 
   if (attribute<int64_t>(attributes, "save") != 0)
     for (size_t i = 0; i < kSavedBuffers; ++i) call.saved[i] = data(in, kForwardOperands + i);
   Entry entry;
-  if (xf::Error e = enter(site, run, device, call, &entry); e.failure()) return e;
-  return launched(launch_backward(site->driver, site->kernels, site->seats, entry.seat, entry.place, call, stream,
-                                  site->seats.multiprocessors(entry.seat)));
+  if (xf::Error e = enter(site, run, device, attributes, &call, &entry); e.failure()) return e;
+  return launched(launch_backward(site->driver, site->kernels, *site->seats, entry.seat, entry.place, call, stream,
+                                  site->seats->multiprocessors(entry.seat)));
 } catch (const std::exception& e) {
   return xf::Error(xf::ErrorCode::kInternal, std::string("jax_mok: ") + e.what());
 }
@@ -161,15 +190,20 @@ XLA_FFI_Error* with_registered_type(XLA_FFI_CallFrame* frame) {
 
 }  // namespace
 
-void set_cuda_loader(CudaLoader loader, std::function<std::vector<int>()> devices) {
-  process().load = std::move(loader);
-  process().devices = std::move(devices);
+void set_cuda_host(CudaHost host) { process().host = std::move(host); }
+
+void forget_spanning_cuda_seats() {
+  Process& p = process();
+  std::lock_guard<std::mutex> lock(p.mutex);
+  for (auto it = p.seats.begin(); it != p.seats.end();) it = it->first.empty() ? std::next(it) : p.seats.erase(it);
 }
 
 int64_t cuda_held_bytes() {
   Process& p = process();
   std::lock_guard<std::mutex> lock(p.mutex);
-  return p.seats == nullptr ? 0 : p.seats->bytes();
+  int64_t bytes = 0;
+  for (const auto& [name, seats] : p.seats) bytes += seats->bytes();
+  return bytes;
 }
 
 std::vector<Handler> cuda_handlers() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 #include <vector>
 
 #include "../core/types.h"
@@ -10,14 +11,28 @@
 
 namespace mok::ffi {
 
-// Compiles and loads kernels; called when XLA instantiates a call, never while it runs. Throws std::exception.
-using CudaLoader = std::function<CudaKernels(const char* main, int64_t hidden, int64_t inter, int64_t top_k,
-                                             int64_t shared_inter, bool save)>;
+// What Python does for calls on GPUs. All of it may throw std::exception.
+struct CudaHost {
+  // The seats of the EP groups that have this process and are named by a call's `span`; "": those of this process alone.
+  struct Seating {
+    std::string name;  // the same in all processes of these seats
+    std::vector<int> devices;
+    Sharing sharing;
+  };
+  // Compiles and loads kernels. This and the next two are called when XLA instantiates a call, never while it runs.
+  std::function<CudaKernels(const char* main, int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter, bool save)> load;
+  std::function<Seating(const std::string& span, double patience_s)> seating;
+  std::function<std::vector<MemoryHandle>(const std::string& seating, const std::string& piece, int64_t bytes,
+                                          const std::vector<MemoryHandle>& mine, double patience_s)> share;
+  std::function<uint64_t(const std::string& seating, uint64_t failed, uint64_t next, double patience_s)> agree;
+};
 
-// The loader, and the CUDA ordinals of the process's devices. Before any call.
-void set_cuda_loader(CudaLoader loader, std::function<std::vector<int>()> devices);
+// Before any call.
+void set_cuda_host(CudaHost host);
+// Seats of several processes are of a job; in another one they come together anew.
+void forget_spanning_cuda_seats();
 
-// Bytes of device memory that the arenas of all GPUs of the process take.
+// Bytes of device memory of this process's GPUs that arenas take.
 int64_t cuda_held_bytes();
 
 std::vector<Handler> cuda_handlers();

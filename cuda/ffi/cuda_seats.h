@@ -1,13 +1,15 @@
-// The GPUs of the process as seats of EP groups: their arenas, mapped into each other, and the order of their calls.
+// GPUs as seats of EP groups: their arenas, mapped into each other, and the order of their calls.
 //
 // An arena is an address range that is reserved once and backed by memory as calls need it: it grows at its end, and no
-// address ever changes under a call in flight.
+// address ever changes under a call in flight. The GPUs may be of several processes: then each process makes the memory
+// of its own and maps that of the others, all in the same steps.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
-#include <utility>
+#include <string>
 #include <vector>
 
 #include "call_order.h"
@@ -15,10 +17,20 @@
 
 namespace mok::ffi {
 
+constexpr int kElsewhere = -1;  // in the place of a device ordinal: a GPU of another process
+
+// Gives the other processes this one's handles of a piece, and returns theirs in the order of seats, with empty ones in
+// the places of its own. All are the caller's to close. Blocks; throws if a process does not come, or comes with another
+// size.
+using Share = std::function<std::vector<MemoryHandle>(const std::string& piece, int64_t bytes,
+                                                      const std::vector<MemoryHandle>& mine, double patience_s)>;
+
 class CudaSeats {
  public:
   // One seat for each device ordinal; the same one may have several. Throws CudaError, as reserve() does.
   CudaSeats(const CudaDriver& driver, std::vector<int> devices);
+  // Seats of several processes.
+  CudaSeats(const CudaDriver& driver, std::vector<int> devices, Sharing sharing, Share share, CallOrder::Agree agree);
   ~CudaSeats();
   CudaSeats(const CudaSeats&) = delete;
   CudaSeats& operator=(const CudaSeats&) = delete;
@@ -29,29 +41,41 @@ class CudaSeats {
   uint8_t* memory(int32_t seat) const { return seats_[size_t(seat)].memory; }
   HostStatus* host_status(int32_t seat) const { return host_status_ + seat; }
 
-  // Makes room for calls of this layout on every seat.
-  void reserve(const ArenaLayout& layout, int64_t max_blocks);
-  int64_t bytes() const;  // of device memory, all seats
+  // Makes room for calls of this layout on every seat. With other processes it takes part in this: all must call it in
+  // the same order, and `patience_s` is for how long they are waited for.
+  void reserve(const ArenaLayout& layout, int64_t max_blocks, double patience_s);
+  int64_t bytes() const;  // of device memory of this process, all seats
 
   CallOrder& order() { return *order_; }
 
  private:
-  struct Region {
+  struct Region {  // of every seat
+    std::string name;
     int64_t offset, bytes;
-    std::vector<std::pair<int64_t, uint64_t>> pieces;  // bytes, memory
+  };
+  struct Piece {
+    uint8_t* at;
+    int64_t bytes;
+    uint64_t memory;
   };
   struct Seat {
     int device, multiprocessors;
-    uint8_t* memory = nullptr;
-    Region front{0, 0, {}}, rows{SeatMemory::rows, 0, {}};
+    uint8_t* memory;
   };
-  void grow(Seat& seat, Region& region, int64_t bytes);
+  void grow(Region& region, int64_t bytes, double patience_s);
+  void add_piece(const Seat& seat, const Region& region, int64_t bytes, uint64_t memory);
 
   const CudaDriver& driver_;
+  const Sharing sharing_;
+  const Share share_;
   std::vector<Seat> seats_;
   std::vector<int> users_;
+  int64_t granularity_ = 1, local_seats_ = 0;
+  Region front_{"front", 0, 0}, rows_{"rows", SeatMemory::rows, 0};
+  std::vector<Piece> pieces_;
   HostStatus* host_status_ = nullptr;
   std::unique_ptr<CallOrder> order_;  // with a lock of its own: making room waits for the GPU, calls there for their peers
+  std::string broken_;                // why room can no longer be made
   mutable std::mutex mutex_;
 };
 

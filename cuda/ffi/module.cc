@@ -48,20 +48,73 @@ auto with_python(Body body) {
   }
 }
 
-void set_cuda_loader(nb::callable load, nb::callable devices) {
-  auto* const loader = new nb::callable(std::move(load));
-  auto* const lister = new nb::callable(std::move(devices));
-  mok::ffi::set_cuda_loader(
-      [loader](const char* main, int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter, bool save) {
-        return with_python([&] {
-          const auto found = nb::cast<nb::tuple>((*loader)(main, hidden, inter, top_k, shared_inter, save));
-          auto pointer = [&](int i) { return reinterpret_cast<void*>(nb::cast<uintptr_t>(found[i])); };
-          return mok::ffi::CudaKernels{pointer(0), pointer(1)};
-        });
-      },
-      [lister] {
-        return with_python([&] { return nb::cast<std::vector<int>>((*lister)()); });
-      });
+constexpr const char* kSharings[] = {"none", "file descriptors", "fabric handles"};  // as enum Sharing
+
+mok::ffi::Sharing sharing_named(const std::string& name) {
+  for (int i = 0; i < 3; ++i)
+    if (name == kSharings[i]) return mok::ffi::Sharing(i);
+  throw std::runtime_error("no way to share memory: " + name);
+}
+
+// A file descriptor, bytes, or None for a GPU of one's own.
+nb::object to_python(const mok::ffi::MemoryHandle& h) {
+  if (h.fd >= 0) return nb::int_(h.fd);
+  return h.fabric.empty() ? nb::object(nb::none()) : nb::object(nb::bytes(h.fabric.data(), h.fabric.size()));
+}
+mok::ffi::MemoryHandle from_python(nb::handle h) {
+  if (h.is_none()) return {};
+  if (nb::isinstance<nb::int_>(h)) return {nb::cast<int>(h), {}};
+  const auto fabric = nb::cast<nb::bytes>(h);
+  return {-1, {fabric.c_str(), fabric.size()}};
+}
+
+void set_cuda_host(nb::callable load, nb::callable seating, nb::callable share, nb::callable agree) {
+  struct Functions {
+    nb::callable load, seating, share, agree;
+  };
+  auto* const f = new Functions{std::move(load), std::move(seating), std::move(share), std::move(agree)};
+  mok::ffi::CudaHost host;
+  host.load = [f](const char* main, int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter, bool save) {
+    return with_python([&] {
+      const auto found = nb::cast<nb::tuple>(f->load(main, hidden, inter, top_k, shared_inter, save));
+      auto pointer = [&](int i) { return reinterpret_cast<void*>(nb::cast<uintptr_t>(found[i])); };
+      return mok::ffi::CudaKernels{pointer(0), pointer(1)};
+    });
+  };
+  host.seating = [f](const std::string& span, double patience_s) {
+    return with_python([&] {
+      const auto found = nb::cast<nb::tuple>(f->seating(span, patience_s));
+      return mok::ffi::CudaHost::Seating{nb::cast<std::string>(found[0]), nb::cast<std::vector<int>>(found[1]),
+                                         sharing_named(nb::cast<std::string>(found[2]))};
+    });
+  };
+  host.share = [f](const std::string& seating, const std::string& piece, int64_t bytes,
+                   const std::vector<mok::ffi::MemoryHandle>& mine, double patience_s) {
+    return with_python([&] {
+      nb::list given;
+      for (const auto& handle : mine) given.append(to_python(handle));
+      std::vector<mok::ffi::MemoryHandle> all;
+      for (nb::handle handle : nb::cast<nb::list>(f->share(seating, piece, bytes, given, patience_s)))
+        all.push_back(from_python(handle));
+      return all;
+    });
+  };
+  host.agree = [f](const std::string& seating, uint64_t failed, uint64_t next, double patience_s) {
+    return with_python([&] { return nb::cast<uint64_t>(f->agree(seating, failed, next, patience_s)); });
+  };
+  mok::ffi::set_cuda_host(std::move(host));
+}
+
+// Why memory of a GPU cannot be shared between processes this way; "" = it can.
+std::string sharing_refusal(int device, const std::string& how) {
+  const mok::ffi::CudaDriver* const driver = mok::ffi::CudaDriver::get();
+  if (driver == nullptr) return "libcuda.so.1 cannot be loaded";
+  try {
+    driver->try_sharing(device, sharing_named(how));
+  } catch (const std::runtime_error& e) {
+    return e.what();
+  }
+  return "";
 }
 
 // The first ten of a call's addresses, by which both passes begin.
@@ -102,23 +155,16 @@ std::vector<int64_t> take_failure(const mok::ffi::CudaSeats& seats, int32_t seat
 // Calls run on threads of their own. The functions keep the lock of Python no longer than they run.
 void set_board(nb::callable post, nb::callable read) {
   auto* const kept = new std::pair<nb::callable, nb::callable>(std::move(post), std::move(read));  // for good
-  auto guarded = [](auto body) {
-    nb::gil_scoped_acquire gil;
-    try {
-      return body();
-    } catch (const std::exception& e) {
-      throw std::runtime_error(e.what());  // its text needs the lock that we hold here
-    }
-  };
   mok::cpu::set_board({
-      [=](const std::string& name, const std::string& text) { guarded([&] { kept->first(name, text); return 0; }); },
+      [=](const std::string& name, const std::string& text) { with_python([&] { kept->first(name, text); return 0; }); },
       [=](const std::string& name, double seconds) {
-        return guarded([&]() -> std::unique_ptr<std::string> {
+        return with_python([&]() -> std::unique_ptr<std::string> {
           const nb::object found = kept->second(name, seconds);
           return found.is_none() ? nullptr : std::make_unique<std::string>(nb::cast<std::string>(found));
         });
       },
   });
+  mok::ffi::forget_spanning_cuda_seats();
 }
 
 }  // namespace
@@ -129,9 +175,16 @@ NB_MODULE(_native, m) {
   m.def("cpu_handlers", [] { return capsules(mok::ffi::cpu_handlers()); },
         "Foreign call name -> capsules by stage, for jax.ffi.register_ffi_target.");
   m.def("cuda_handlers", [] { return capsules(mok::ffi::cuda_handlers()); }, "The same for CUDA.");
-  m.def("set_cuda_loader", &set_cuda_loader,
-        "Takes a function (main kernel's name, hidden, inter, top_k, shared_inter, save) -> addresses of (route kernel, "
-        "main kernel), and one that lists the CUDA ordinals of the process's devices.");
+  m.def("set_cuda_host", &set_cuda_host,
+        "Takes the functions of a CudaHost: load(main kernel's name, hidden, inter, top_k, shared_inter, save) -> addresses "
+        "of (route kernel, main kernel); seating(span, seconds) -> (name, CUDA ordinals or -1, way to share memory); "
+        "share(seating, piece, bytes, handles, seconds) -> all handles; agree(seating, failed, next, seconds) -> call.");
+  m.def("cuda_devices", [] {
+    const auto* driver = mok::ffi::CudaDriver::get();
+    return driver == nullptr ? 0 : driver->devices();
+  }, "GPUs that this process can see; 0 without a driver.");
+  m.def("cuda_sharing_refusal", &sharing_refusal, nb::call_guard<nb::gil_scoped_release>(),
+        "Why memory of a GPU cannot be shared between processes by \"file descriptors\" or \"fabric handles\"; \"\" = it can.");
 
   m.def("set_board", &set_board,
         "Takes functions post(name, text) and read(name, seconds) -> text or None, by which processes find each other; "
@@ -164,7 +217,7 @@ NB_MODULE(_native, m) {
       })
       .def("reserve", [](mok::ffi::CudaSeats& seats, const std::vector<int64_t>& s) {
         const mok::Shape shape = shape_from(s);
-        seats.reserve(mok::ffi::cuda_arena_layout(shape), mok::max_blocks(shape, mok::ffi::kCudaTiles));
+        seats.reserve(mok::ffi::cuda_arena_layout(shape), mok::max_blocks(shape, mok::ffi::kCudaTiles), 0);
       })
       .def("bytes", &mok::ffi::CudaSeats::bytes)
       .def("memory", [](const mok::ffi::CudaSeats& seats, int32_t seat) { return reinterpret_cast<uintptr_t>(seats.memory(seat)); })

@@ -38,8 +38,6 @@ def refusal(call: Call, backend: str, platform: str) -> str | None:
         return f"the {backend!r} kernels run on {backend} devices, and this call is placed on {platform!r}"
     if (why := runtime.load_error()) is not None:
         return why
-    if backend == "cuda":
-        return _cuda_refusal(call)
     if call.span == processes.UNKNOWN:
         return (
             f"it cannot be told whether the {call.ranks} devices of axis {call.axis!r} are in one process; "
@@ -50,19 +48,20 @@ def refusal(call: Call, backend: str, platform: str) -> str | None:
         auto = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]
         if auto:
             return f"mesh axes {auto} are not manual in the surrounding shard_map"
-    return None
+    return _cuda_refusal(call) if backend == "cuda" else None
 
 
 def reservation(call: Call, backend: str) -> str | None:
     """Why ``backend="auto"`` does not choose the native backend although it could run the call, or ``None``."""
-    if backend == "cuda":
-        return "this version's CUDA kernels have not passed their tests on a GPU yet; ask for them by backend='cuda'"
+    if backend == "cuda" and call.ranks > 1:
+        return (
+            "the CUDA kernels' exchange has been tested between ranks that share one GPU, not between GPUs; ask for it "
+            "by backend='cuda'"
+        )
     return None
 
 
 def _cuda_refusal(call: Call) -> str | None:
-    if call.ranks > 1 and jax.process_count() > 1:
-        return "EP groups of GPUs that span processes are not supported yet"
     if call.tokens == 0:
         return "the CUDA kernels need at least one token"
     if call.dtype != "bfloat16":

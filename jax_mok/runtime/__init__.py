@@ -22,7 +22,7 @@ else:
     for _platform, _handlers in (("cpu", _native.cpu_handlers()), ("CUDA", _native.cuda_handlers())):
         for _name, _stages in _handlers.items():
             jax.ffi.register_ffi_target(_name, _stages, platform=_platform)
-    _native.set_cuda_loader(cuda.load, cuda.devices)
+    _native.set_cuda_host(cuda.load, processes.gpu_seating, processes.gpu_share, processes.gpu_agree)
     processes.attach(_native)
 
 

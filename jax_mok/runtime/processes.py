@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Hashable
 from typing import Any, Final
 
@@ -12,10 +13,18 @@ from jax._src import distributed  # the key-value store of jax.distributed has n
 from jax._src.mesh import get_concrete_mesh
 from jax.sharding import Mesh
 
+from jax_mok.runtime import sharing
+from jax_mok.runtime.sharing import Seating
+
 UNKNOWN: Final = "?"
 _ALL_DEVICES: Final = "all"
 
 _native: Any = None
+_devices: dict[
+    str, list[Any]
+] = {}  # by span: those of its mesh that this process's devices exchange rows with, and they
+_seatings: dict[str, Seating] = {}  # by name
+_lock = threading.Lock()
 _job: Any = None  # the client of jax.distributed that the native side's groups belong to
 
 
@@ -43,7 +52,47 @@ def span_of(mesh: Any, axis: Hashable | None) -> str:
     if all(len({device.process_index for device in group}) == 1 for group in groups):
         return ""
     ids = ",".join(str(device.id) for device in concrete.devices.flat)
-    return hashlib.sha256(ids.encode()).hexdigest()[:16]
+    span = hashlib.sha256(ids.encode()).hexdigest()[:16]
+    _devices[span] = _linked(groups.tolist())
+    return span
+
+
+def _linked(groups: list[list[Any]]) -> list[Any]:
+    """Devices of the groups that have this process, of those with a process of these, and so on; in JAX's order."""
+    processes, linked = {jax.process_index()}, set[Any]()
+    while True:
+        found = {d for group in groups if processes & {d.process_index for d in group} for d in group}
+        if found == linked:
+            return sorted(linked, key=lambda d: d.id)
+        linked, processes = found, processes | {d.process_index for d in found}
+
+
+def gpu_seating(span: str, patience_s: float) -> tuple[str, list[int], str]:
+    """The GPUs that the EP groups of a span can be of: a name for them, their CUDA ordinals in this process, and how
+    they share memory. Raises as :class:`Seating` does."""
+    if not span:
+        return "", [d.local_hardware_id for d in jax.local_devices(backend="gpu")], "none"
+    devices = _devices.get(span, jax.devices("gpu"))
+    me = jax.process_index()
+    ordinals = [d.local_hardware_id if d.process_index == me else sharing.ELSEWHERE for d in devices]
+    mine = next(n for n in ordinals if n != sharing.ELSEWHERE)
+    owners = [(d.process_index, d.id) for d in devices]
+    name = sharing.name_of(owners)
+    with _lock:
+        if name not in _seatings:
+            refusals = {way: _native.cuda_sharing_refusal(mine, way) for way in (sharing.FABRIC, sharing.FILES)}
+            _seatings[name] = Seating(owners, me, sharing.Board(_post, _read), refusals, patience_s)
+        return name, ordinals, _seatings[name].way
+
+
+def gpu_share(name: str, piece: str, size: int, handles: list[Any], patience_s: float) -> list[Any]:
+    """See :meth:`Seating.share`."""
+    return _seatings[name].share(piece, size, handles, patience_s)
+
+
+def gpu_agree(name: str, failed: int, following: int, patience_s: float) -> int:
+    """See :meth:`Seating.agree`."""
+    return _seatings[name].agree(failed, following, patience_s)
 
 
 def _notice_new_job() -> None:
@@ -52,6 +101,7 @@ def _notice_new_job() -> None:
     if _job is not distributed.global_state.client:
         if _job is not None and _native is not None:
             _native.set_board(_post, _read)
+            _seatings.clear()
         _job = distributed.global_state.client
 
 

@@ -1,6 +1,8 @@
 // The order of calls on GPUs, and how failures are raised. Part of cpu_test.cc.
 #pragma once
 
+#include <algorithm>
+
 #include "../../cuda/ffi/call_order.h"
 #include "check.h"
 
@@ -11,7 +13,8 @@ struct Seats {
   std::vector<HostStatus> statuses;
   ffi::CallOrder order;
 
-  explicit Seats(int32_t n) : statuses(size_t(n), HostStatus{}), order(statuses.data(), n) {}
+  explicit Seats(int32_t n, ffi::CallOrder::Agree agree = nullptr)
+      : statuses(size_t(n), HostStatus{}), order(statuses.data(), n, std::move(agree)) {}
   // What a kernel leaves behind.
   void fail(int32_t seat, uint64_t generation, Code code, int32_t rank) {
     statuses[size_t(seat)] = {uint64_t(code), rank, 5, 6, generation};
@@ -58,6 +61,39 @@ void test_call_order() {
   CHECK(s.order.enter(0, 14, &sites[0]).raise.code == Code::over_capacity, "raised by a call with peers");
   CHECK(s.order.enter(2, 14, &sites[0]).raise.code == Code::over_capacity, "on all of them");
   CHECK(s.order.take_failure(2).ok(), "once");
+}
+
+// One process's part of seats that several share: seat 1 is another's.
+void test_call_order_of_several_processes() {
+  const int site = 0;
+  uint64_t asked = 0, answer = 0;
+  Seats s(2, [&](uint64_t failed, uint64_t next, double patience_s) {
+    CHECK(patience_s == 3, "as long as a call waits");
+    asked = failed;
+    return answer == 0 ? 0 : std::max(answer, next);
+  });
+  auto enter = [&] { return s.order.enter(0, 1, &site, 3); };
+  CHECK(enter().generation == 1 && enter().generation == 2 && asked == 0, "nothing to agree on");
+  s.fail(0, 1, Code::id_out_of_range, 1);
+  answer = 5;  // the other process is two calls ahead
+  CHECK(enter().raise.ok() && asked == 1, "not yet");
+  asked = 0;
+  CHECK(enter().acknowledged == 0 && asked == 0, "they are asked once");
+  const auto raised = enter();
+  CHECK(raised.generation == 5 && raised.raise.code == Code::id_out_of_range && raised.acknowledged == 1, "together");
+  CHECK(enter().raise.ok() && s.statuses[0].code == 0, "once");
+  s.fail(0, 6, Code::over_capacity, 1);
+  answer = 1;  // the other is behind
+  CHECK(enter().raise.code == Code::over_capacity && enter().raise.ok(), "at once");
+
+  s.fail(0, 8, Code::peer_timeout, 1);
+  for (int i = 0; i < 3; ++i) CHECK(enter().raise.code == Code::peer_timeout, "the end");
+  CHECK(asked == 6, "nobody is asked who may be dead");
+
+  Seats alone(2, [](uint64_t, uint64_t, double) { return uint64_t{0}; });
+  CHECK(alone.order.enter(0, 1, &site).generation == 1, "first call");
+  alone.fail(0, 1, Code::id_out_of_range, 0);
+  for (int i = 0; i < 3; ++i) CHECK(alone.order.enter(0, 1, &site).raise.code == Code::id_out_of_range, "no answer: the end");
 }
 
 }  // namespace

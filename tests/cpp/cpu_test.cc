@@ -18,6 +18,7 @@ int main(int count, char** arguments) {
   run("pair stream", test_pair_stream);
   run("backward tasks", test_backward_tasks);
   run("order of calls on GPUs", test_call_order);
+  run("order of calls on GPUs of several processes", test_call_order_of_several_processes);
   run("layer against oracle", test_layer);
   run("batch invariance", test_batch_invariance);
   run("bad ids", test_bad_ids);
