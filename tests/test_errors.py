@@ -1,5 +1,6 @@
 """Bad input: an error at trace time that says what was given, what is allowed and what to do."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -163,6 +164,19 @@ def test_the_xla_backend_has_forward_mode(inputs):
 def test_a_backend_that_cannot_run_here_says_why(inputs):
     with pytest.raises(NotImplementedError, match=r"backend='cuda'.*cuda devices.*'cpu'.*backend='auto'"):
         layer(inputs, mok.MoEConfig(backend="cuda"))
+
+
+def test_blocking_launches_are_refused_between_ranks(monkeypatch):
+    from jax_mok import runtime
+    from jax_mok.backends import ffi
+    from jax_mok.cli.doctor import _SMALL
+
+    monkeypatch.setattr(runtime.cuda, "refusal", lambda: None)
+    pair = dataclasses.replace(_SMALL, ranks=2)
+    assert ffi.refusal(pair, "cuda", "cuda") is None
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert "CUDA_LAUNCH_BLOCKING" in ffi.refusal(pair, "cuda", "cuda")
+    assert ffi.refusal(_SMALL, "cuda", "cuda") is None
 
 
 def test_auto_falls_back_and_says_so_once(inputs, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +63,8 @@ def reservation(call: Call, backend: str) -> str | None:
 
 
 def _cuda_refusal(call: Call) -> str | None:
+    if call.ranks > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        return "CUDA_LAUNCH_BLOCKING=1 lets no rank start before the one in front of it has ended; unset it"
     if call.tokens == 0:
         return "the CUDA kernels need at least one token"
     if call.dtype != "bfloat16":

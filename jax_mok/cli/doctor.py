@@ -20,6 +20,7 @@ from jax_mok import backends, runtime
 from jax_mok._call import Call
 from jax_mok.backends import ffi
 from jax_mok.cli import extras
+from jax_mok.runtime import sharing
 
 OLDEST_JAX, NEWEST_JAX = (0, 10, 2), (0, 12, 0, 1)
 
@@ -98,6 +99,8 @@ def _devices() -> Iterator[Finding]:
     yield Finding("processes", None, f"{jax.process_count()}, {os.cpu_count()} CPU cores in this one's host")
     if backends.platform_of(None) == "cuda":
         yield from _links()
+        if runtime.load_error() is None:
+            yield from _sharing()
 
 
 def _links() -> Iterator[Finding]:
@@ -113,9 +116,14 @@ def _links() -> Iterator[Finding]:
     reachable = sum(driver.cuDeviceCanAccessPeer(a, b)[1] for a, b in pairs)
     if pairs:
         yield Finding("peer access", reachable == len(pairs), f"{reachable} of {len(pairs)} pairs of local GPUs")
-    fabric = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
-    count = sum(driver.cuDeviceGetAttribute(fabric, h)[1] for h in handles)
-    yield Finding("fabric handles", None, f"reported by {count} of {len(handles)} GPUs; needed only between hosts")
+
+
+def _sharing() -> Iterator[Finding]:
+    """In which ways processes can share memory of their GPUs, tried on the first one."""
+    reach = {sharing.FILES: "between processes of a host", sharing.FABRIC: "between processes, also of several hosts"}
+    for way, where in reach.items():
+        why = runtime.native().cuda_sharing_refusal(jax.local_devices()[0].local_hardware_id, way)
+        yield Finding(f"GPU memory by {way}", not why, where if not why else f"not {where}: {why}")
 
 
 def _backends() -> Iterator[Finding]:

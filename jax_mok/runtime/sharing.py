@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from jax_mok._say import say_once
+
 FABRIC: Final = "fabric handles"
 FILES: Final = "file descriptors"
 ELSEWHERE: Final = -1  # in the place of a CUDA ordinal: a GPU of another process
@@ -116,9 +118,11 @@ class Seating:
         refusals = {way: self._refusal(way, found) for way in (FABRIC, FILES)}
         if not refusals[FILES] and len({one["host"] for one in found}) > 1:
             refusals[FILES] = "the processes are on several hosts, or in containers with networks of their own"
-        for way, why in refusals.items():
-            if not why:
-                return way
+        if not refusals[FABRIC]:
+            return FABRIC
+        if not refusals[FILES]:
+            say_once(f"jax_mok: memory of GPUs is shared by {FILES}; {FABRIC} were refused ({refusals[FABRIC]}).")
+            return FILES
         reasons = "; ".join(f"by {way}: {why}" for way, why in refusals.items())
         raise RuntimeError(f"processes {self.processes} cannot share memory of their GPUs, neither {reasons}")
 
