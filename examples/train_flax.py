@@ -24,7 +24,9 @@ from jax_mok.demo.settings import ModelConfig, Plan, Settings
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--devices", type=int, default=8, help="EP ranks")
+    parser.add_argument(
+        "--devices", type=int, help="EP ranks; default: up to eight of the GPUs, or virtual CPU devices"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/train_flax"))
     parser.add_argument("--resume", action="store_true", help="continue the run in the output directory")
     args = parser.parse_args()
@@ -33,6 +35,7 @@ def main() -> int:
     model = ModelConfig(layers=2, hidden=128, inter=256, experts=16, top_k=2, moe=MoEConfig(residuals="save"))
     settings = Settings("flax", model, batch=16, devices=args.devices, learning_rate=3e-3)
 
+    devices.reproducible()
     devices.request(args.devices)
     mesh = devices.expert_mesh(args.devices)  # one axis, "expert": the batch and the experts are spread over it
     task = build(model, mesh, settings.seed)  # float32 parameters, on the mesh, and the loss as a function of them

@@ -81,7 +81,10 @@ def doctor() -> None:
 def demo(
     framework: Framework = Framework.FLAX,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps, those before a resume included.")] = 240,
-    devices: Devices = 8,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="EP ranks. Default: up to eight of the GPUs, or eight virtual CPU devices."),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Default: runs/demo-FRAMEWORK.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in the output directory.")] = False,
     replay: Annotated[
@@ -102,10 +105,11 @@ def demo(
 
     try:
         model = ModelConfig(moe=mok.MoEConfig(backend=backend.value))
-        settings = Settings(framework.value, model, devices=devices, seed=seed)
         plan = Plan(steps, output or Path("runs") / f"demo-{framework.value}", resume, replay=replay.value)
+        demo_devices.reproducible()
         demo_devices.request(devices)
         mesh = demo_devices.expert_mesh(devices)
+        settings = Settings(framework.value, model, devices=mesh.size, seed=seed)
         build = importlib.import_module(f"jax_mok.demo.model_{framework.value}").build
         report = run(Trainer(build(model, mesh, seed), mesh, settings), plan)
     except SettingsError as error:
