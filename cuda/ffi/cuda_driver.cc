@@ -19,6 +19,7 @@ struct AllocationProp {
 struct AccessDesc { Location location; int flags; };
 constexpr int kFdHandle = 1, kFabricHandle = 8;
 constexpr size_t kFabricBytes = 64;
+constexpr int kOutOfMemory = 2;
 constexpr int kPinned = 1, kOnDevice = 1, kReadWrite = 3, kNonBlocking = 1, kMultiprocessors = 16, kPortableMapped = 3;
 
 int handle_type(Sharing sharing) {
@@ -173,9 +174,10 @@ void CudaDriver::free_addresses(uint8_t* at, int64_t bytes) const {
 uint64_t CudaDriver::create(int device, int64_t bytes, Sharing sharing) const {
   const AllocationProp prop = on_device(device, sharing);
   uint64_t memory = 0;
-  check(api_.cuMemCreate(&memory, size_t(bytes), &prop, 0),
-        "give " + std::to_string(bytes) + " bytes of memory of GPU " + std::to_string(device) +
-            " to the arena; lower MoEConfig.capacity_factor or XLA_PYTHON_CLIENT_MEM_FRACTION");
+  const int code = api_.cuMemCreate(&memory, size_t(bytes), &prop, 0);
+  check(code, "make " + std::to_string(bytes) + " bytes of memory of GPU " + std::to_string(device) +
+                  (sharing == Sharing::none ? "" : " for several processes") +
+                  (code == kOutOfMemory ? "; lower MoEConfig.capacity_factor or XLA_PYTHON_CLIENT_MEM_FRACTION" : ""));
   return memory;
 }
 
