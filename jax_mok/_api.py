@@ -78,8 +78,8 @@ def local_moe(
       gets zero gradients). The same id twice in a token counts twice.
     - ``router_weights``: float32 ``[..., K]``.
     - ``experts``: this rank's :class:`Experts`, ``E / P`` of them: rank ``r`` of ``axis`` owns experts
-      ``r * E/P .. (r+1) * E/P - 1``.
-    - ``shared``: weights of an expert that every token visits (own width), or ``None``.
+      ``r * E/P .. (r+1) * E/P - 1``. In the dtype of ``x``, or float32 master weights (see :func:`moe`).
+    - ``shared``: weights of an expert that every token visits (own width, same dtype), or ``None``.
     - ``axis``: mesh axis of the EP group; ``None`` = no group (``P = 1``, also outside any ``shard_map``).
     - ``config``: :class:`MoEConfig`.
     - ``with_stats``: also return :class:`Stats` of this rank's EP group.
@@ -184,9 +184,10 @@ def moe(
     - ``x``: tokens ``[..., H]``, bfloat16 (float32 too on the CPU, XLA and reference backends).
     - ``expert_ids``: int32 ``[..., K]``; -1 = no expert.
     - ``router_weights``: float32 ``[..., K]``.
-    - ``experts``: :class:`Experts` with ``gate, up [E, H, I]``, ``down [E, I, H]``, in the dtype of ``x``; sharded
-      over ``axis`` on the first dimension.
-    - ``shared``: :class:`Experts` with ``gate, up [H, I_s]``, ``down [I_s, H]``, replicated; or ``None``.
+    - ``experts``: :class:`Experts` with ``gate, up [E, H, I]``, ``down [E, I, H]``, in the dtype of ``x``, or float32
+      master weights; sharded over ``axis`` on the first dimension.
+    - ``shared``: :class:`Experts` with ``gate, up [H, I_s]``, ``down [I_s, H]``, in the dtype of ``experts``,
+      replicated; or ``None``.
     - ``mesh``: default the ambient mesh (``jax.set_mesh``). Without one the layer runs on one device.
     - ``axis``: mesh axis of the EP group, of size ``P``; ``None`` = every device holds all experts.
     - ``token_axes``: mesh axes over which the first dimension of ``x`` is sharded; must contain ``axis``. Default:
@@ -195,8 +196,12 @@ def moe(
     - ``with_stats``: also return :class:`Stats`.
 
     Arrays with another sharding are resharded. Reverse-mode gradients for ``x``, ``router_weights``, ``experts`` and
-    ``shared``, in their dtypes, accumulated in float32. For the same global batch the output and every routed
-    gradient have the same bits for any ``P``.
+    ``shared``, in their dtypes, accumulated in float32 and rounded once. For the same global batch the output and every
+    routed gradient have the same bits for any ``P``.
+
+    **Master weights.** Float32 weights under a bfloat16 ``x`` need no cast: the call makes bfloat16 copies, once, and
+    keeps them for its backward pass (under ``jax.checkpoint`` it makes them again). Their gradients are the float32
+    sums, never rounded. All else has the bits of a call on ``weights.astype(jnp.bfloat16)``.
 
     **Returns** ``y`` like ``x``, or ``(y, Stats)``.
 
@@ -205,7 +210,7 @@ def moe(
     """
     mesh = mesh if mesh is not None else ambient_mesh()
     check_tokens(x, expert_ids, router_weights)
-    num_experts, _ = check_experts("experts", experts, x.shape[-1], x.dtype, shared=False)
+    num_experts, _ = check_experts("experts", experts, x.shape[-1], shared=False)
     if mesh is None:
         platform = backends.platform_of(None)
         return _local_moe(x, expert_ids, router_weights, experts, shared, None, config, with_stats, platform, "")

@@ -154,15 +154,17 @@ def apply(
             settings.top_groups,
         )
 
-    def cast(w: Experts) -> Experts:
-        return Experts(*(m.astype(settings.dtype) for m in w))
+    # The layer takes float32 parameters as they are, whatever its dtype, and gives float32 gradients.
+    experts, shared = weights.experts, weights.shared
+    if any(w.dtype != jnp.float32 for w in jax.tree.leaves((experts, shared))):
+        experts, shared = jax.tree.map(lambda w: w.astype(settings.dtype), (experts, shared))
 
     y = moe(
         x.astype(settings.dtype),
         routing.expert_ids,
         routing.weights,
-        cast(weights.experts),
-        shared=None if weights.shared is None else cast(weights.shared),
+        experts,
+        shared=shared,
         mesh=mesh,
         axis=settings.axis,
         token_axes=settings.token_axes,

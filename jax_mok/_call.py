@@ -27,7 +27,8 @@ class Call:
     experts: int
     top_k: int
     ranks: int
-    dtype: str
+    dtype: str  # of x, in which the layer computes
+    weight_dtype: str  # of the weights and their gradients: dtype, or float32 (master weights)
     axis: Hashable | None  # name of the EP mesh axis; None = no group
     config: MoEConfig
     span: str = ""  # names EP groups that span processes (runtime/processes.py); "" = every group is in one process
@@ -49,8 +50,8 @@ def _describe(x: Any) -> str:
     return f"{jnp.dtype(x.dtype).name}{list(x.shape)}"
 
 
-def check_experts(name: str, experts: Any, hidden: int, dtype: Any, *, shared: bool) -> tuple[int, int]:
-    """Checks the weights and returns (number of experts, intermediate width)."""
+def check_experts(name: str, experts: Any, hidden: int, *, shared: bool) -> tuple[int, int]:
+    """Checks the weights' shapes and returns (number of experts, intermediate width)."""
     if not (isinstance(experts, tuple) and len(experts) == 3):
         raise TypeError(
             f"{name} must be mok.Experts(gate, up, down), got {type(experts).__name__}. "
@@ -66,13 +67,23 @@ def check_experts(name: str, experts: Any, hidden: int, dtype: Any, *, shared: b
     if up.shape != gate.shape or down.shape != (*gate.shape[:-2], gate.shape[-1], gate.shape[-2]):
         got = ", ".join(_describe(w) for w in experts)
         raise ValueError(f"{name} needs {wanted}, all with the same E and I; got gate, up, down = {got}.")
-    for field, w in zip(Experts._fields, experts, strict=True):
-        if w.dtype != dtype:
-            raise TypeError(
-                f"{name}.{field} is {jnp.dtype(w.dtype).name} but x is {jnp.dtype(dtype).name}; "
-                f"cast one of them: {name}.{field}.astype(x.dtype)."
-            )
     return (1 if shared else gate.shape[0]), gate.shape[-1]
+
+
+def weight_dtype(x: Any, experts: Experts, shared: Experts | None) -> str:
+    """The one dtype of all weights: that of ``x``, or float32 master weights under a bfloat16 ``x``."""
+    groups = {"experts": experts} if shared is None else {"experts": experts, "shared": shared}
+    first = experts[0].dtype
+    wanted = first if first in (x.dtype, jnp.float32) else x.dtype
+    for group, weights in groups.items():
+        for field, w in zip(Experts._fields, weights, strict=True):
+            if w.dtype != wanted:
+                raise TypeError(
+                    f"{group}.{field} is {jnp.dtype(w.dtype).name} but x is {jnp.dtype(x.dtype).name} and experts.gate "
+                    f"{jnp.dtype(first).name}. All weights have one dtype: that of x, or float32, of which the call "
+                    f"makes copies in the dtype of x. Cast: {group}.{field}.astype(jnp.{jnp.dtype(wanted).name})."
+                )
+    return jnp.dtype(wanted).name
 
 
 def check_tokens(x: Any, expert_ids: Any, router_weights: Any) -> None:
@@ -122,8 +133,8 @@ def make_call(
         raise TypeError(f"config must be a jax_mok.MoEConfig, got {type(config).__name__}.")
     check_tokens(x, expert_ids, router_weights)
     tokens, hidden = x.shape
-    local, inter = check_experts("experts", experts, hidden, x.dtype, shared=False)
-    shared_inter = 0 if shared is None else check_experts("shared", shared, hidden, x.dtype, shared=True)[1]
+    local, inter = check_experts("experts", experts, hidden, shared=False)
+    shared_inter = 0 if shared is None else check_experts("shared", shared, hidden, shared=True)[1]
     ranks = 1 if axis is None else jax.lax.axis_size(axis)
     if hidden < 1 or inter < 1 or local < 1:
         raise ValueError(f"E, H and I must be at least 1; got {local * ranks} experts, H = {hidden}, I = {inter}.")
@@ -145,6 +156,7 @@ def make_call(
         top_k=expert_ids.shape[-1],
         ranks=ranks,
         dtype=jnp.dtype(x.dtype).name,
+        weight_dtype=weight_dtype(x, experts, shared),
         axis=axis,
         config=config,
         span=span if ranks > 1 else "",

@@ -30,7 +30,8 @@ class CallInfo:
     routed slot, plus the shared expert; with recomputation backward adds the gate and up products again).
     ``link_bytes`` are the bytes that a rank reads from its peers for such a batch. ``residual_bytes`` is what the
     forward call keeps for the backward call, room for the worst case counted. ``arena_bytes`` is the rank's symmetric
-    arena, shared by all calls of the process and outside XLA's memory.
+    arena, shared by all calls of the process and outside XLA's memory. ``weight_grads`` is the dtype of the weights'
+    gradients (of a backward call).
     """
 
     target: str
@@ -43,6 +44,7 @@ class CallInfo:
     ranks: int
     axis: str
     dtype: str
+    weight_grads: str | None
     residuals: str
     max_rows: int
     timeout_s: float
@@ -54,11 +56,12 @@ class CallInfo:
     def __str__(self) -> str:
         shared = f" I_s {self.shared_inter}" if self.shared_inter else ""
         arena = "unknown (native module not built)" if self.arena_bytes is None else f"{self.arena_bytes:,} B"
+        grads = "" if self.weight_grads is None else f", weight gradients {self.weight_grads}"
         return (
             f"{self.target}: T {self.tokens} H {self.hidden} I {self.inter}{shared} E {self.experts} K {self.top_k} "
             f"{self.dtype}, EP {self.ranks} over axis {self.axis or '-'!r}\n"
             f"    residuals {self.residuals} ({self.residual_bytes:,} B), capacity {self.max_rows} rows, "
-            f"timeout {self.timeout_s:g} s\n"
+            f"timeout {self.timeout_s:g} s{grads}\n"
             f"    {self.flops / 1e9:,.3f} GFLOP, {self.link_bytes:,} B over the link, arena {arena}"
         )
 
@@ -160,6 +163,7 @@ def _describe(
         ranks=ranks,
         axis=attributes["axis"],
         dtype={"bf16": "bfloat16", "f32": "float32"}[dtype],
+        weight_grads=attributes.get("weight_grads"),
         residuals=attributes["residuals"],
         max_rows=max_rows,
         timeout_s=float(attributes["timeout_s"]),

@@ -34,10 +34,16 @@ def apply(call: Call, backend: str, args: tuple[Any, Any, Any, Experts, Experts 
     return y, _guard.constant(stats)
 
 
+def _in_dtype(dtype: Any, weights: Any) -> Any:
+    """The weights as the kernels read them: master weights are cast, others are as they are."""
+    return jax.tree.map(lambda w: w.astype(dtype), weights)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _native_moe(
     call: Call, backend: str, x: Any, expert_ids: Any, router_weights: Any, experts: Experts, shared: Experts | None
 ) -> tuple[jax.Array, RawStats]:
+    experts, shared = _in_dtype(x.dtype, (experts, shared))
     y, stats, _ = ffi.forward(call, backend, x, expert_ids, router_weights, experts, shared, save=False)
     return y, stats
 
@@ -48,6 +54,8 @@ def _forward(
     x, expert_ids, router_weights, experts, shared = _guard.first_order_only(
         (x, expert_ids, router_weights, experts, shared)
     )
+    # These become residuals, so that the backward pass need not cast the weights again.
+    experts, shared = _in_dtype(x.dtype, (experts, shared))
     save = call.config.residuals == "save"
     y, stats, saved = ffi.forward(call, backend, x, expert_ids, router_weights, experts, shared, save=save)
     y = checkpoint_name(y, _OUTPUT)

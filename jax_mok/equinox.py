@@ -36,7 +36,8 @@ class MoE(eqx.Module):
     - ``scale``, ``num_groups``, ``top_groups``: of the sigmoid router.
     - ``shared_intermediate``: width ``I_s`` of an expert that every token visits; ``None`` = no such expert.
     - ``dtype``: compute dtype, bfloat16 or float32; also that of ``y``. The router computes in float32.
-    - ``param_dtype``: dtype of the parameters and so of their gradients; cast to ``dtype`` in the call.
+    - ``param_dtype``: dtype of the parameters and so of their gradients. With float32 the experts' gradients are never
+      rounded to ``dtype`` (:func:`jax_mok.moe`, "Master weights").
     - ``axis``: mesh axis of the EP group; ``None`` = every device holds all experts. The mesh itself is no part of the
       module: it is the ambient one (``jax.set_mesh``) or an argument of the call.
     - ``token_axes``: mesh axes that the first dimension of ``x`` is sharded over, as in :func:`jax_mok.moe`.

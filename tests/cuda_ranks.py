@@ -74,17 +74,31 @@ def _poisoned(*shape, dtype):
 class _Call:
     kernel: str
 
-    def __init__(self, of, inputs, *, capacity=None, timeout_s=20.0, absent=(), group=0, save=False, saved=None):
+    def __init__(
+        self,
+        of,
+        inputs,
+        *,
+        capacity=None,
+        timeout_s=20.0,
+        absent=(),
+        group=0,
+        save=False,
+        saved=None,
+        weight_grads=jnp.bfloat16,
+    ):
         x, ids, weights, experts, shared, dy = inputs
         P = of.ranks
         self.of, self.timeout_s, self.absent, self.save, self.saved = of, timeout_s, absent, save, saved
+        self.weight_grads = weight_grads
         T, (E, H, inter), K = x.shape[0] // P, experts.gate.shape, ids.shape[1]
         self.has_shared = shared is not None
         width = shared.gate.shape[1] if self.has_shared else 0
         rows = T * P * K if capacity is None else capacity
         self.shape = [P, E, K, 2, T, H, inter, width, rows]
         of.seats.reserve(self.shape)
-        self.kernels = cuda.load(self.kernel, H, inter, K, width, save or saved is not None)
+        build = (save or saved is not None, weight_grads == jnp.float32)
+        self.kernels = cuda.load(self.kernel, H, inter, K, width, *build)
         self.buffers = []
         for r in range(P):
             mine = slice(r * T, (r + 1) * T)
@@ -166,12 +180,14 @@ class Backward(_Call):
             dy,
             _poisoned(*dy.shape, dtype=jnp.bfloat16),
             _poisoned(*operands[3].shape, dtype=jnp.float32),
-            *(_poisoned(*w.shape, dtype=jnp.bfloat16) for w in operands[4:10]),
+            *(_poisoned(*w.shape, dtype=self.weight_grads) for w in operands[4:10]),
             jnp.full(workspace, 255, jnp.uint8),
         ]
 
     def start(self, rank, *args):
-        return self.of.seats.launch_backward(rank, *args)
+        seats = self.of.seats
+        launch = seats.launch_backward_f32 if self.weight_grads == jnp.float32 else seats.launch_backward
+        return launch(rank, *args)
 
     def results(self):
         """Gradients of x, the router weights and the experts of all ranks, whole, and of the shared expert by rank."""

@@ -59,6 +59,25 @@ def make_inputs(T, H, I, E, K, *, dtype="float32", shared=0, ids=None, seed=0) -
     )
 
 
+def _low(tree):
+    return jax.tree.map(lambda a: a.astype(ml_dtypes.bfloat16), tree)
+
+
+def with_master_weights(*args, **kwargs) -> tuple[Inputs, Inputs]:
+    """bfloat16 tokens with float32 weights that bfloat16 does not hold, and the same with the weights rounded."""
+    wide = make_inputs(*args, dtype="float32", **kwargs)
+    wide = wide._replace(x=_low(wide.x), dy=_low(wide.dy))
+    return wide, wide._replace(experts=_low(wide.experts), shared=_low(wide.shared))
+
+
+def assert_rounds_to(got: Result, want: Result) -> None:
+    """Float32 weight gradients, once rounded, and all else have the bits of the call with rounded weights."""
+    grads = (*got.experts, *(got.shared or ()))
+    assert {g.dtype.name for g in grads} == {"float32"}
+    assert all((g != _low(g).astype(np.float32)).any() for g in grads if g.any())  # more than bfloat16 holds
+    assert_same_bits(got._replace(experts=_low(got.experts), shared=_low(got.shared)), want)
+
+
 def _silu(g):
     with np.errstate(over="ignore"):
         return g / (1 + np.exp(-g))

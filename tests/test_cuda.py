@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layer_cases import assert_accurate, assert_same_bits, make_inputs, oracle, rel_l2, run_layer
+from layer_cases import (
+    assert_accurate,
+    assert_rounds_to,
+    assert_same_bits,
+    make_inputs,
+    oracle,
+    rel_l2,
+    run_layer,
+    with_master_weights,
+)
 
 import jax_mok as mok
 
@@ -49,6 +58,16 @@ def test_routes(ids):
 def test_gradients(T, H, I, E, K, shared):
     inputs = make_inputs(T, H, I, E, K, dtype="bfloat16", shared=shared, seed=T)
     assert_accurate(run_layer(inputs, None, CUDA), oracle(inputs), "bfloat16")
+
+
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+@pytest.mark.parametrize(("T", "H", "I", "E", "K", "shared"), SHAPES)
+def test_master_weights(T, H, I, E, K, shared, residuals):
+    wide, low = with_master_weights(T, H, I, E, K, shared=shared, seed=T)
+    config = mok.MoEConfig(backend="cuda", residuals=residuals)
+    got = run_layer(wide, None, config)
+    assert_accurate(got, oracle(low), "bfloat16")
+    assert_rounds_to(got, run_layer(low, None, config))
 
 
 def test_saved_and_recomputed_residuals_give_the_same_bits():

@@ -1,6 +1,7 @@
 """The backward kernel with several EP ranks, all on one GPU: accuracy, bits for any number of ranks, faults."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda_ranks import routes
@@ -46,6 +47,27 @@ def test_any_number_of_ranks_gives_the_same_bits(ranks, T, H, I, E, K, shared, r
         found[P] = ranks(P).gradients(inputs).run()
         check(want, found[P])
         assert all(f[0] == 0 for f in ranks(P).failures())
+    for P in RANKS[1:]:
+        assert_same_bits(found[P][:3], found[1][:3])
+
+
+@pytest.mark.parametrize("route", ["spread", "even experts", "none"])
+@pytest.mark.parametrize(
+    ("T", "H", "I", "E", "K", "shared"), [(1540, 512, 264, 16, 6, 200), (508, 264, 136, 8, 2, 0), (4, 64, 72, 8, 2, 64)]
+)
+def test_float32_weight_gradients(ranks, T, H, I, E, K, shared, route):
+    ids = routes(T, K, E)[route]
+    inputs = with_odd_weights(make_inputs(T, H, I, E, K, dtype="bfloat16", shared=shared, ids=ids, seed=T))
+    found, want = {}, oracle(inputs)
+    for P in RANKS:
+        found[P] = ranks(P).gradients(inputs, weight_grads=jnp.float32).run()
+        check(want, found[P])
+        assert {g.dtype.name for g in jax.tree.leaves(found[P][2:])} == {"float32"}
+        rounded = jax.tree.map(lambda g: g.astype(jnp.bfloat16), found[P][2:])
+        assert_same_bits((*found[P][:2], *rounded), ranks(P).gradients(inputs).run())
+        saved = ranks(P).call(inputs, save=True)
+        saved.run()
+        assert_same_bits(ranks(P).gradients(inputs, saved=saved, weight_grads=jnp.float32).run(), found[P])
     for P in RANKS[1:]:
         assert_same_bits(found[P][:3], found[1][:3])
 
@@ -100,14 +122,15 @@ def assert_failed(of, call, code, rank):
     assert all(f[0] == code and f[1] == rank for r, f in enumerate(failures) if r not in call.absent), failures
 
 
+@pytest.mark.parametrize("weight_grads", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("P", RANKS)
-def test_bad_ids_fail_on_every_rank_and_the_next_call_is_right(ranks, P):
+def test_bad_ids_fail_on_every_rank_and_the_next_call_is_right(ranks, P, weight_grads):
     good, bad = (make_inputs(256, 256, 128, 8, 2, dtype="bfloat16", shared=64, seed=3) for _ in range(2))
     bad.ids[-1, 1] = 8
-    call = ranks(P).gradients(bad)
+    call = ranks(P).gradients(bad, weight_grads=weight_grads)
     call.run()
     assert_failed(ranks(P), call, BAD_ID, P - 1)
-    check(oracle(good), ranks(P).gradients(good).run())
+    check(oracle(good), ranks(P).gradients(good, weight_grads=weight_grads).run())
 
 
 @pytest.mark.parametrize(("P", "missing"), [(2, 0), (4, 2)])

@@ -103,8 +103,10 @@ def test_computes_in_bfloat16_and_keeps_gradients_in_the_parameters_dtype():
     for param_dtype in (jnp.float32, jnp.bfloat16):
         block = make_block(param_dtype=param_dtype)
         assert eqx.filter_eval_shape(block, x)[0].dtype == jnp.bfloat16
-        grads = eqx.filter_eval_shape(eqx.filter_grad(lambda b: b(x)[0].astype(jnp.float32).sum()), block)
+        grads = eqx.filter_jit(eqx.filter_grad(lambda b: b(x)[0].astype(jnp.float32).sum()))(block)
         assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(param_dtype)}
+        if param_dtype == jnp.float32:  # not rounded on the way
+            assert all((g != g.astype(jnp.bfloat16)).any() for g in jax.tree.leaves(grads))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,21 @@ DTYPES = {
         TypeError,
         r"shared.down is float32",
     ),
+    "master weights for the experts alone": (
+        lambda i: i._replace(experts=mok.Experts(*(w.astype(jnp.float32) for w in i.experts))),
+        TypeError,
+        r"shared.gate is bfloat16.*experts.gate float32.*shared.gate.astype\(jnp.float32\)",
+    ),
+    "weights below the dtype of x": (
+        lambda i: i._replace(x=i.x.astype(jnp.float32)),
+        TypeError,
+        r"experts.gate is bfloat16 but x is float32.*astype\(jnp.float32\)",
+    ),
+    "weights float16": (
+        lambda i: i._replace(experts=mok.Experts(*(w.astype(jnp.float16) for w in i.experts))),
+        TypeError,
+        r"experts.gate is float16.*experts.gate.astype\(jnp.bfloat16\)",
+    ),
     "experts as a list": (lambda i: i._replace(experts=list(i.experts)), TypeError, r"mok.Experts\(gate, up, down\)"),
 }
 SHAPES = {

@@ -102,6 +102,7 @@ def test_computes_in_bfloat16_and_keeps_gradients_in_the_parameters_dtype():
     weights = {n: a if n == "router" else a.astype(jnp.bfloat16) for n, a in by_name(nnx.state(block)).items()}
     assert relative_l2(y, reference(block, x, weights)[0]) < 1e-2
     assert {a.dtype for a in by_name(grads).values()} == {jnp.dtype(jnp.float32)}
+    assert all((a != a.astype(jnp.bfloat16)).any() for a in by_name(grads).values())  # not rounded on the way
     low = make_block(param_dtype=jnp.bfloat16)
     grads = nnx.eval_shape(lambda block: nnx.grad(lambda b: b(x)[0].astype(jnp.float32).sum())(block), low)
     assert {v.dtype for v in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}

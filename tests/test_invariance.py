@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from layer_cases import assert_same_bits, layer_step, make_inputs, mesh_of, run_layer
+from layer_cases import assert_same_bits, layer_step, make_inputs, mesh_of, run_layer, with_master_weights
 
 import jax_mok as mok
 
@@ -32,6 +32,17 @@ def test_an_uneven_batch_too():
     want = run_layer(inputs, mesh_of(1))
     for P in (2, 5, 8, 40):
         assert_same_bits(run_layer(inputs, mesh_of(P)), want)
+
+
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+def test_float32_weight_gradients_too(residuals):
+    inputs, _ = with_master_weights(144, 130, 72, 72, 6, shared=40)
+    want = routed(run_layer(inputs, mesh_of(1)))
+    assert {g.dtype.name for g in want.experts} == {"float32"}
+    for P in (1, 2, 3, 8, 72):
+        step = layer_step(inputs, mesh_of(P), mok.MoEConfig(residuals=residuals))
+        for _ in range(3):
+            assert_same_bits(routed(step()), want)
 
 
 @pytest.mark.parametrize("P", [1, 8])

@@ -3,14 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from layer_cases import make_inputs, mesh_of
+from layer_cases import make_inputs, mesh_of, with_master_weights
 
 import jax_mok as mok
 
 
-def programs(mesh, shared=0, config=mok.MoEConfig(), **kwargs):  # noqa: B008
+def programs(mesh, shared=0, config=mok.MoEConfig(), inputs=None, **kwargs):  # noqa: B008
     """(layer, its value_and_grad), lowered with inputs that already have the layer's shardings."""
-    inputs = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16", shared=shared)
+    inputs = inputs or make_inputs(64, 48, 32, 8, 2, dtype="bfloat16", shared=shared)
     x, ids, weights, experts, shared_w, _ = jax.tree.map(jnp.asarray, inputs)
     axes = kwargs.get("token_axes") or tuple(a for a in ("data", "expert") if a in mesh.axis_names)
     by_token = jax.NamedSharding(mesh, jax.P(axes))
@@ -50,6 +50,21 @@ def test_one_call_each_way_and_no_exchange_outside_them(sizes, shared, residuals
         assert "callback" not in compiled.as_text()
     if sizes == (4,) and not shared:
         assert mok.inspect(forward.compile()).collectives == {}
+
+
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
+def test_master_weights_cost_one_cast_and_no_other_pass(residuals):
+    inputs, _ = with_master_weights(64, 48, 32, 8, 2, shared=24)
+    forward, step = programs(mesh_of(4), config=mok.MoEConfig(residuals=residuals), inputs=inputs)
+    for program in (forward, step):
+        for weight, copies in (("2x48x32", 2), ("2x32x48", 1), ("48x24", 2), ("24x48", 1)):
+            casts = [line for line in program.as_text().splitlines() if "convert" in line and f"<{weight}x" in line]
+            assert len(casts) == copies
+            assert all(f"(tensor<{weight}xf32>) -> tensor<{weight}xbf16>" in line for line in casts)
+    forward_call, backward_call = mok.inspect(step.compile()).calls
+    assert (forward_call.dtype, forward_call.weight_grads) == ("bfloat16", None)
+    assert (backward_call.dtype, backward_call.weight_grads) == ("bfloat16", "float32")
+    assert "weight gradients float32" in str(backward_call)
 
 
 def test_attributes_are_readable():

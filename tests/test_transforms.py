@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from layer_cases import assert_accurate, assert_same_bits, make_inputs, mesh_of, oracle, rel_l2, run_layer
+from layer_cases import (
+    assert_accurate,
+    assert_same_bits,
+    make_inputs,
+    mesh_of,
+    oracle,
+    rel_l2,
+    run_layer,
+    with_master_weights,
+)
 
 import jax_mok as mok
 
@@ -28,11 +37,13 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.parametrize("weights", ["bfloat16", "float32"])
 @pytest.mark.parametrize("prevent_cse", [True, False])
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_checkpoint(name, prevent_cse):
+def test_checkpoint(name, prevent_cse, weights):
     policy, forward_calls = CHECKPOINTS[name]
-    b, mesh = to_jax(make_inputs(64, 48, 32, 8, 2, dtype="bfloat16", shared=16)), mesh_of(4)
+    wide, low = with_master_weights(64, 48, 32, 8, 2, shared=16)
+    b, mesh = to_jax(wide if weights == "float32" else low), mesh_of(4)
 
     def loss(wrap):
         def block(x, weights, experts, shared):

@@ -160,9 +160,9 @@ class BackwardCall final : public LayerCall {
     float* c = scratch_tile(0);
     ops_.gemm(tile.m.count, tile.n.count, tile.rows, left.transposed(tile.row0, tile.m.first),
               right.rows_from(tile.row0, tile.n.first), c, kScratchCols, false);
-    const Matrix out = matrix_of((is_shared(t) ? out_.shared : out_.experts).*which, width);
+    const Matrix out = matrix((is_shared(t) ? out_.shared : out_.experts).*which, width, out_.weight_grad_bytes);
     const int64_t first_row = (is_shared(t) ? 0 : t.segment * height) + tile.m.first;
-    ops_.store(tile.m.count, tile.n.count, c, kScratchCols, out.at(first_row, tile.n.first), width);
+    tile_ops(out.elem_bytes).store(tile.m.count, tile.n.count, c, kScratchCols, out.at(first_row, tile.n.first), width);
   }
 
   void down_wgrad(const Task& t) {

@@ -23,9 +23,10 @@ struct WeightGrads {
 };
 
 struct BackwardResults {
-  void* dx;                 // [T, H]
-  float* d_router_weights;  // [T, K]
+  void* dx;                   // [T, H]
+  float* d_router_weights;    // [T, K]
   WeightGrads experts, shared;
+  int32_t weight_grad_bytes;  // of their elements: 2 = bfloat16, 4 = float32
 };
 
 Status run_forward(Group& group, uint64_t generation, const CallArgs& args, const ForwardResults& out, int workers);

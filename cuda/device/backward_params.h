@@ -9,7 +9,8 @@ namespace mok {
 // [E, I, H] weights.
 struct BackwardMaps {
   TensorMap x, dy, g, u, d_g, d_u, hw, w_gate, w_up, w_down;                                        // boxes of 64 x 64
-  TensorMap to_g, to_u, to_d_g, to_d_u, to_hw, to_dx, to_gate_grad, to_up_grad, to_down_grad;       // boxes of 16 x 64
+  TensorMap to_g, to_u, to_d_g, to_d_u, to_hw, to_dx;                                               // boxes of 16 x 64
+  TensorMap to_gate_grad, to_up_grad, to_down_grad;                                                 // the same, or 16 x 32 f32
 };
 
 struct Span {

@@ -34,6 +34,11 @@ T attribute(const xf::Dictionary& attributes, std::string_view name) {
   return attributes.get<T>(name).value();
 }
 
+// Of an element of the backward call's weight gradients: float32 for master weights under a bfloat16 x.
+inline int32_t weight_grad_bytes(const xf::Dictionary& attributes) {
+  return attribute<std::string_view>(attributes, "weight_grads") == "float32" ? 4 : 2;
+}
+
 inline Shape shape_of(const xf::RemainingArgs& in, const xf::Dictionary& attributes) {
   auto dims = [&](size_t i) { return in.get<xf::AnyBuffer>(i)->dimensions(); };
   const bool half = in.get<xf::AnyBuffer>(kX)->element_type() == xf::DataType::BF16;

@@ -168,7 +168,8 @@ xf::Future backward(xf::RunId run, CallSite* site, xf::RemainingArgs in, xf::Rem
   const void* dy = data(in, kBackwardOperands - 1);
   const cpu::BackwardResults out{data(results, 0), static_cast<float*>(data(results, 1)),
                                  {data(results, 2), data(results, 3), data(results, 4)},
-                                 {data(results, 5), data(results, 6), data(results, 7)}};
+                                 {data(results, 5), data(results, 6), data(results, 7)},
+                                 weight_grad_bytes(attributes)};
   const int workers = worker_count(call.args.shape);
   return launch(call, [args = call.args, saved, dy, out, workers](cpu::Group& group, uint64_t generation) {
     return cpu::run_backward(group, generation, args, saved, dy, out, workers);

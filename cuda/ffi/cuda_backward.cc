@@ -75,6 +75,7 @@ Workspace find_arrays(const CudaBackward& c, const ArenaLayout& layout, uint8_t*
 struct WeightArrays {
   const void *gate, *up, *down;
   void *d_gate, *d_up, *d_down;
+  int32_t grad_bytes;
 };
 
 int encode_maps(const CudaDriver& driver, const Arrays& a, const WeightArrays& w, int64_t rows, int64_t experts,
@@ -95,9 +96,9 @@ int encode_maps(const CudaDriver& driver, const Arrays& a, const WeightArrays& w
   e.weights(&m->w_gate, w.gate, experts, hidden, inter, kLoadRows);
   e.weights(&m->w_up, w.up, experts, hidden, inter, kLoadRows);
   e.weights(&m->w_down, w.down, experts, inter, hidden, kLoadRows);
-  e.weights(&m->to_gate_grad, w.d_gate, experts, hidden, inter, kStoreRows);
-  e.weights(&m->to_up_grad, w.d_up, experts, hidden, inter, kStoreRows);
-  e.weights(&m->to_down_grad, w.d_down, experts, inter, hidden, kStoreRows);
+  e.weights(&m->to_gate_grad, w.d_gate, experts, hidden, inter, kStoreRows, w.grad_bytes);
+  e.weights(&m->to_up_grad, w.d_up, experts, hidden, inter, kStoreRows, w.grad_bytes);
+  e.weights(&m->to_down_grad, w.d_down, experts, inter, hidden, kStoreRows, w.grad_bytes);
   return e.failed;
 }
 
@@ -115,7 +116,8 @@ BackwardParams backward_params(const CudaBackward& c, const Workspace& w, const 
   p.dots = w.dots;
   p.row_dw = w.row_dw;
   p.dw = static_cast<float*>(c.dw);
-  const int64_t routed = s.local_experts() * s.hidden * s.inter * 2, shared = s.hidden * s.shared_inter * 2;
+  const int64_t routed = s.local_experts() * s.hidden * s.inter * c.weight_grad_bytes;
+  const int64_t shared = s.hidden * s.shared_inter * c.weight_grad_bytes;
   const Span grads[] = {{c.d_gate, routed},        {c.d_up, routed},        {c.d_down, routed},
                         {c.d_shared_gate, shared}, {c.d_shared_up, shared}, {c.d_shared_down, shared}};
   for (int i = 0; i < BackwardParams::kWeightGrads; ++i) p.weight_grads[i] = grads[i];
@@ -138,11 +140,13 @@ int launch_backward(const CudaDriver& driver, const CudaKernels& kernels, const 
   const RouteParams route{state, w.routes, s, layout, c.ids, {dy, x}, c.router_weights, w.tokens_per_expert,
                           w.rows_per_rank, extent_of(s).pairs};
   BackwardParams p = backward_params(c, w, route);
-  int failed = encode_maps(driver, w.routed, {c.gate, c.up, c.down, c.d_gate, c.d_up, c.d_down}, p.max_rows,
+  int failed = encode_maps(driver, w.routed,
+                           {c.gate, c.up, c.down, c.d_gate, c.d_up, c.d_down, c.weight_grad_bytes}, p.max_rows,
                            s.local_experts(), s.hidden, s.inter, &p.routed);
   if (s.shared_inter > 0)
     failed |= encode_maps(driver, w.shared,
-                          {c.shared_gate, c.shared_up, c.shared_down, c.d_shared_gate, c.d_shared_up, c.d_shared_down},
+                          {c.shared_gate, c.shared_up, c.shared_down, c.d_shared_gate, c.d_shared_up, c.d_shared_down,
+                           c.weight_grad_bytes},
                           s.tokens, 1, s.hidden, s.shared_inter, &p.shared);
   return failed != 0 ? failed : launch_both(driver, kernels, route, &p, stream, multiprocessors);
 }

@@ -11,6 +11,7 @@ struct CudaBackward : CudaInputs {
   const void* dy;
   void *dx, *dw;
   void *d_gate, *d_up, *d_down, *d_shared_gate, *d_shared_up, *d_shared_down;
+  int32_t weight_grad_bytes;      // of their elements, as the kernel was compiled: 2 = bf16, 4 = f32
   void* workspace;                // cuda_backward_bytes()
 };
 

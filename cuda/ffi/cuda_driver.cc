@@ -124,11 +124,11 @@ class CudaDriver::Context {
 };
 
 int CudaDriver::encode(TensorMap* map, const void* base, int rank, const uint64_t* dims, const uint64_t* strides,
-                       const uint32_t* box) const {
-  constexpr int kBf16 = 9, kNoInterleave = 0, kSwizzle128 = 3, kPromote128 = 2, kFillZeros = 0;
+                       const uint32_t* box, int elem_bytes) const {
+  constexpr int kBf16 = 9, kF32 = 7, kNoInterleave = 0, kSwizzle128 = 3, kPromote128 = 2, kFillZeros = 0;
   const uint32_t ones[3] = {1, 1, 1};
-  return api_.cuTensorMapEncodeTiled(map, kBf16, uint32_t(rank), const_cast<void*>(base), dims, strides, box, ones,
-                                     kNoInterleave, kSwizzle128, kPromote128, kFillZeros);
+  return api_.cuTensorMapEncodeTiled(map, elem_bytes == 4 ? kF32 : kBf16, uint32_t(rank), const_cast<void*>(base), dims,
+                                     strides, box, ones, kNoInterleave, kSwizzle128, kPromote128, kFillZeros);
 }
 
 int CudaDriver::zero(void* at, int64_t bytes, void* stream) const {

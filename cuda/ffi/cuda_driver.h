@@ -32,10 +32,10 @@ class CudaDriver {
  public:
   static const CudaDriver* get();  // null where there is no driver
 
-  // A bf16 tensor with 128-byte-swizzled boxes, out of bounds = 0. Dimensions innermost first; strides in bytes, of all
-  // but the innermost. These return 0 or the driver's error code.
+  // A tensor of bf16 (2 bytes an element) or f32 (4) with 128-byte-swizzled boxes, out of bounds = 0. Dimensions innermost
+  // first; strides in bytes, of all but the innermost. These return 0 or the driver's error code.
   int encode(TensorMap* map, const void* base, int rank, const uint64_t* dims, const uint64_t* strides,
-             const uint32_t* box) const;
+             const uint32_t* box, int elem_bytes) const;
   int zero(void* at, int64_t bytes, void* stream) const;
   int launch(void* kernel, unsigned blocks, unsigned threads, unsigned shared_bytes, void* stream, void* params) const;
 

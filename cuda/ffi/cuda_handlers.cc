@@ -73,7 +73,8 @@ Shape arena_shape(const xf::Dictionary& attributes) {
           number("hidden"), number("inter"), number("shared_inter"), number("max_rows")};
 }
 
-xf::ErrorOr<std::unique_ptr<CudaCall>> prepare(const xf::Dictionary& attributes, const char* main) {
+xf::ErrorOr<std::unique_ptr<CudaCall>> prepare(const xf::Dictionary& attributes, const char* main,
+                                               bool weight_grad_f32) {
   try {
     const CudaDriver* driver = CudaDriver::get();
     if (driver == nullptr) throw std::runtime_error("libcuda.so.1 cannot be loaded");
@@ -81,7 +82,8 @@ xf::ErrorOr<std::unique_ptr<CudaCall>> prepare(const xf::Dictionary& attributes,
     const std::string span(attribute<std::string_view>(attributes, "span"));
     const auto patience_s = attribute<double>(attributes, "first_call_timeout_s");
     const bool save = attribute<int64_t>(attributes, "save") != 0;
-    const CudaKernels kernels = process().host.load(main, s.hidden, s.inter, s.top_k, s.shared_inter, save);
+    const CudaKernels kernels =
+        process().host.load(main, s.hidden, s.inter, s.top_k, s.shared_inter, save, weight_grad_f32);
     const std::shared_ptr<CudaSeats> seats = seats_for(*driver, span, patience_s);
     if (s.ranks > 1) seats->reserve(cuda_arena_layout(s), max_blocks(s, kCudaTiles), patience_s);
     return std::unique_ptr<CudaCall>(new CudaCall{*driver, seats, kernels, !span.empty()});
@@ -90,8 +92,12 @@ xf::ErrorOr<std::unique_ptr<CudaCall>> prepare(const xf::Dictionary& attributes,
   }
 }
 
-xf::ErrorOr<std::unique_ptr<CudaCall>> prepare_forward(xf::Dictionary attributes) { return prepare(attributes, "mok_forward"); }
-xf::ErrorOr<std::unique_ptr<CudaCall>> prepare_backward(xf::Dictionary attributes) { return prepare(attributes, "mok_backward"); }
+xf::ErrorOr<std::unique_ptr<CudaCall>> prepare_forward(xf::Dictionary attributes) {
+  return prepare(attributes, "mok_forward", false);
+}
+xf::ErrorOr<std::unique_ptr<CudaCall>> prepare_backward(xf::Dictionary attributes) {
+  return prepare(attributes, "mok_backward", weight_grad_bytes(attributes) == 4);
+}
 
 // Where and when a call runs, or the error that an earlier one left behind.
 struct Entry {
@@ -157,6 +163,7 @@ xf::Error backward(void* stream, xf::RunId run, int32_t device, CudaCall* site, 
                     data(in, kBackwardOperands - 1),
                     data(out, 0), data(out, 1),
                     data(out, 2), data(out, 3), data(out, 4), data(out, 5), data(out, 6), data(out, 7),
+                    weight_grad_bytes(attributes),
                     data(out, kBackwardResults - 1)};
   if (attribute<int64_t>(attributes, "save") != 0)
     for (size_t i = 0; i < kSavedBuffers; ++i) call.saved[i] = data(in, kForwardOperands + i);

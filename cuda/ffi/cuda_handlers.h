@@ -20,7 +20,8 @@ struct CudaHost {
     Sharing sharing;
   };
   // Compiles and loads kernels. This and the next two are called when XLA instantiates a call, never while it runs.
-  std::function<CudaKernels(const char* main, int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter, bool save)> load;
+  std::function<CudaKernels(const char* main, int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter, bool save,
+                            bool weight_grad_f32)> load;
   std::function<Seating(const std::string& span, double patience_s)> seating;
   std::function<std::vector<MemoryHandle>(const std::string& seating, const std::string& piece, int64_t bytes,
                                           const std::vector<MemoryHandle>& mine, double patience_s)> share;

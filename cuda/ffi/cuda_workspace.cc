@@ -40,15 +40,15 @@ void take_routes(Pieces& p, const Shape& s, int64_t tasks, RouteTables* routes) 
 void Encoder::rows(TensorMap* map, const void* base, int64_t rows, int64_t columns, uint32_t box_rows) {
   const uint64_t dims[] = {uint64_t(columns), uint64_t(rows)}, strides[] = {uint64_t(columns) * 2};
   const uint32_t box[] = {64, box_rows};
-  failed |= driver.encode(map, base, 2, dims, strides, box);
+  failed |= driver.encode(map, base, 2, dims, strides, box, 2);
 }
 
 void Encoder::weights(TensorMap* map, const void* base, int64_t experts, int64_t rows, int64_t columns,
-                      uint32_t box_rows) {
+                      uint32_t box_rows, int32_t elem_bytes) {
   const uint64_t dims[] = {uint64_t(columns), uint64_t(rows), uint64_t(experts)};
-  const uint64_t strides[] = {uint64_t(columns) * 2, uint64_t(rows) * uint64_t(columns) * 2};
-  const uint32_t box[] = {64, box_rows, 1};
-  failed |= driver.encode(map, base, 3, dims, strides, box);
+  const uint64_t line = uint64_t(columns) * uint64_t(elem_bytes), strides[] = {line, uint64_t(rows) * line};
+  const uint32_t box[] = {128 / uint32_t(elem_bytes), box_rows, 1};
+  failed |= driver.encode(map, base, 3, dims, strides, box, elem_bytes);
 }
 
 CallState call_state(const CudaSeats& seats, int32_t seat, const CallOrder::Place& place, const Shape& shape,

@@ -52,13 +52,14 @@ Extent extent_of(const Shape& shape);
 // `tasks`: column tiles of a pair's tasks in the table, 0 = no table.
 void take_routes(Pieces& pieces, const Shape& shape, int64_t tasks, RouteTables* routes);
 
-// Boxes of 64 columns.
+// Boxes of 128 bytes a row: 64 columns of bf16, 32 of f32.
 struct Encoder {
   const CudaDriver& driver;
   int failed = 0;
 
   void rows(TensorMap* map, const void* base, int64_t rows, int64_t columns, uint32_t box_rows);  // 2D
-  void weights(TensorMap* map, const void* base, int64_t experts, int64_t rows, int64_t columns, uint32_t box_rows = 64);
+  void weights(TensorMap* map, const void* base, int64_t experts, int64_t rows, int64_t columns, uint32_t box_rows = 64,
+               int32_t elem_bytes = 2);
 };
 
 CallState call_state(const CudaSeats& seats, int32_t seat, const CallOrder::Place& place, const Shape& shape,

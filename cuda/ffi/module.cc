@@ -74,9 +74,10 @@ void set_cuda_host(nb::callable load, nb::callable seating, nb::callable share, 
   };
   auto* const f = new Functions{std::move(load), std::move(seating), std::move(share), std::move(agree)};
   mok::ffi::CudaHost host;
-  host.load = [f](const char* main, int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter, bool save) {
+  host.load = [f](const char* main, int64_t hidden, int64_t inter, int64_t top_k, int64_t shared_inter, bool save,
+                  bool weight_grad_f32) {
     return with_python([&] {
-      const auto found = nb::cast<nb::tuple>(f->load(main, hidden, inter, top_k, shared_inter, save));
+      const auto found = nb::cast<nb::tuple>(f->load(main, hidden, inter, top_k, shared_inter, save, weight_grad_f32));
       auto pointer = [&](int i) { return reinterpret_cast<void*>(nb::cast<uintptr_t>(found[i])); };
       return mok::ffi::CudaKernels{pointer(0), pointer(1)};
     });
@@ -128,10 +129,11 @@ mok::ffi::CudaForward forward_at(const mok::ffi::CudaInputs& inputs, const std::
   auto ints = [&](size_t i) { return static_cast<int32_t*>(at(i)); };
   return {inputs, at(10), {at(15), at(16), at(17), at(18), at(19)}, ints(11), ints(12), ints(13), at(14)};
 }
+template <int32_t kWeightGradBytes>
 mok::ffi::CudaBackward backward_at(const mok::ffi::CudaInputs& inputs, const std::vector<uintptr_t>& b) {
   auto at = [&](size_t i) { return reinterpret_cast<void*>(b.at(i)); };
   return {inputs, {at(10), at(11), at(12), at(13), at(14)}, at(15), at(16), at(17), at(18), at(19), at(20), at(21),
-          at(22), at(23), at(24)};
+          at(22), at(23), kWeightGradBytes, at(24)};
 }
 
 // A rank's call without XLA, on any stream: several ranks can share one GPU. For tests.
@@ -176,8 +178,8 @@ NB_MODULE(_native, m) {
         "Foreign call name -> capsules by stage, for jax.ffi.register_ffi_target.");
   m.def("cuda_handlers", [] { return capsules(mok::ffi::cuda_handlers()); }, "The same for CUDA.");
   m.def("set_cuda_host", &set_cuda_host,
-        "Takes the functions of a CudaHost: load(main kernel's name, hidden, inter, top_k, shared_inter, save) -> addresses "
-        "of (route kernel, main kernel); seating(span, seconds) -> (name, CUDA ordinals or -1, way to share memory); "
+        "Takes the functions of a CudaHost: load(main kernel's name, hidden, inter, top_k, shared_inter, save, "
+        "weight_grad_f32) -> addresses of (route kernel, main kernel); seating(span, seconds) -> (name, CUDA ordinals or -1, way to share memory); "
         "share(seating, piece, bytes, handles, seconds) -> all handles; agree(seating, failed, next, seconds) -> call.");
   m.def("cuda_devices", [] {
     const auto* driver = mok::ffi::CudaDriver::get();
@@ -223,7 +225,8 @@ NB_MODULE(_native, m) {
       .def("memory", [](const mok::ffi::CudaSeats& seats, int32_t seat) { return reinterpret_cast<uintptr_t>(seats.memory(seat)); })
       .def("take_failure", &take_failure)
       .def("launch_forward", &launch_at<&mok::ffi::launch_forward, &forward_at>)
-      .def("launch_backward", &launch_at<&mok::ffi::launch_backward, &backward_at>);
+      .def("launch_backward", &launch_at<&mok::ffi::launch_backward, &backward_at<2>>)
+      .def("launch_backward_f32", &launch_at<&mok::ffi::launch_backward, &backward_at<4>>);  // weight gradients in f32
 
   m.def("isa", [] { return std::string(mok::cpu::tile_ops(4).isa); }, "Instruction set of the tile kernels in use.");
   m.def("held_bytes", &mok::cpu::held_bytes, "Bytes that the arenas and scratch memory of the process take.");

@@ -1,4 +1,4 @@
-"""What the backends in plain JAX share: moving tokens over the EP axis, and the run-time checks of routes."""
+"""What the backends in plain JAX share: moving tokens over the EP axis, rounding, and the run-time checks of routes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ class RawStats(NamedTuple):
 
 
 STATUS_OK, STATUS_ID_OUT_OF_RANGE, STATUS_OVER_CAPACITY = 0, 1, 2  # as in cuda/core/status.h
+
+
+def rounded(dtype: Any, w: jax.Array) -> jax.Array:
+    """``w`` in its own dtype, with no more precision than ``dtype``. XLA may leave out a cast there and back."""
+    if w.dtype == dtype:
+        return w
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(w, info.nexp, info.nmant)
 
 
 def gather(call: Call, tree: Any) -> Any:

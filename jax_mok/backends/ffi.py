@@ -147,7 +147,7 @@ def _even_widths(
 def forward(
     call: Call, backend: str, x: Any, expert_ids: Any, router_weights: Any, experts: Experts, shared: Any, *, save: bool
 ) -> tuple[Any, RawStats, Saved]:
-    """Returns ``y [T, H]``, the stats, and the residuals (empty unless ``save``)."""
+    """Returns ``y [T, H]``, the stats, and the residuals (empty unless ``save``). Weights are in the dtype of ``x``."""
     hidden = call.hidden
     shared = _shared_or_empty(call, shared, x)
     if backend == "cuda":
@@ -192,16 +192,19 @@ def backward(
     saved: Saved,
     dy: Any,
 ) -> tuple[Any, Any, Experts, Experts | None]:
-    """Returns the gradients of ``x``, ``router_weights``, ``experts`` and ``shared``."""
+    """Returns the gradients of ``x``, ``router_weights``, ``experts`` and ``shared``, those of weights in
+    ``call.weight_dtype``. Weights are in the dtype of ``x``."""
     narrow = (x, router_weights, *experts, *_shared_or_empty(call, shared, x))
     wide_experts, wide_shared = experts, Experts(*narrow[5:])
     if backend == "cuda":
         call, wide_experts, wide_shared, [x, dy] = _even_widths(call, wide_experts, wide_shared, x, dy)
     save = saved.rows.size > 0
     workspace = jax.ShapeDtypeStruct((runtime.backward_bytes(call, backend, save=save),), jnp.uint8)
-    likes = (x, router_weights, *wide_experts, *wide_shared, workspace)
+    weight_grads = [jax.ShapeDtypeStruct(w.shape, call.weight_dtype) for w in (*wide_experts, *wide_shared)]
+    likes = (x, router_weights, *weight_grads, workspace)
     results = tuple(_varying.struct(a.shape, a.dtype, like=x) for a in likes)
     operands = _operands(call, x, expert_ids, router_weights, wide_experts, wide_shared, saved, dy)
-    *wide, _ = jax.ffi.ffi_call(BACKWARD, results)(*operands, **_attributes(call), save=np.int64(save))
+    attributes = _attributes(call) | {"save": np.int64(save), "weight_grads": call.weight_dtype}
+    *wide, _ = jax.ffi.ffi_call(BACKWARD, results)(*operands, **attributes)
     dx, dw, *grads = (g[tuple(map(slice, a.shape))] for g, a in zip(wide, narrow, strict=True))
     return dx, dw, Experts(*grads[:3]), None if shared is None else Experts(*grads[3:])

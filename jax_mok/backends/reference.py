@@ -2,11 +2,13 @@
 
     y_t = sum_k w_tk * f_{e_tk}(x_t) + f_shared(x_t),    f(x) = (silu(x W_g) * (x W_u)) W_d
 
-Computes in float32, or in float64 where the arguments are (jax.enable_x64). Gradients are JAX's own.
+Computes in float32, or in float64 where the arguments are (jax.enable_x64). Gradients are JAX's own. Master weights are
+rounded to the dtype of ``x``, their gradients are not.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -17,6 +19,16 @@ from jax_mok._config import Experts
 from jax_mok.backends import collectives
 
 _EXACT = jax.lax.Precision.HIGHEST
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _rounded(dtype: Any, weights: Any) -> Any:
+    return jax.tree.map(lambda w: collectives.rounded(dtype, w), weights)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    return _rounded(dtype, *primals), tangents[0]
 
 
 def _mlp(x: jax.Array, w: Experts) -> jax.Array:
@@ -60,6 +72,7 @@ def run(
     call: Call, x: jax.Array, expert_ids: jax.Array, router_weights: jax.Array, experts: Experts, shared: Experts | None
 ) -> tuple[jax.Array, collectives.RawStats]:
     """One rank's share: its experts on the tokens of the whole group."""
+    experts, shared = _rounded(x.dtype, (experts, shared))
     all_x, all_ids, all_weights = collectives.gather(call, (x, expert_ids, router_weights))
     stats = collectives.route_stats(call, expert_ids)
     first = collectives.first_expert(call)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -10,12 +12,30 @@ from jax_mok._config import Experts
 from jax_mok.backends import collectives
 
 
-def _ragged_mlp(rows: jax.Array, w: Experts, sizes: jax.Array) -> jax.Array:
-    def dot(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(a, b, sizes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+def _dot(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    exact = jax.lax.Precision.HIGHEST
+    return jax.lax.ragged_dot(rows, w, sizes, precision=exact, preferred_element_type=jnp.float32)
 
-    hidden = jax.nn.silu(dot(rows, w.gate)) * dot(rows, w.up)
-    return dot(hidden.astype(rows.dtype), w.down).astype(rows.dtype)
+
+@jax.custom_jvp
+def _product(rows: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+    """``rows @ w`` in the dtype of ``rows``, summed in float32. A gradient of ``w`` is not rounded to that dtype."""
+    return _dot(rows, _copy_of(w, rows), sizes)
+
+
+@_product.defjvp
+def _product_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (rows, w, sizes), (d_rows, d_w, _) = primals, tangents
+    return _product(rows, w, sizes), _dot(d_rows, _copy_of(w, rows), sizes) + _dot(rows, d_w, sizes)
+
+
+def _copy_of(w: jax.Array, rows: jax.Array) -> jax.Array:
+    return collectives.rounded(rows.dtype, w).astype(rows.dtype)
+
+
+def _ragged_mlp(rows: jax.Array, w: Experts, sizes: jax.Array) -> jax.Array:
+    hidden = jax.nn.silu(_product(rows, w.gate, sizes)) * _product(rows, w.up, sizes)
+    return _product(hidden.astype(rows.dtype), w.down, sizes).astype(rows.dtype)
 
 
 def _dense_mlp(x: jax.Array, w: Experts) -> jax.Array:

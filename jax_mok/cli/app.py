@@ -230,7 +230,9 @@ def compile_kernels(
     shared_inter: Annotated[int, typer.Option(min=0, help="I_s, width of the shared expert; 0 = none.")] = 0,
     arch: Annotated[list[str] | None, typer.Option(help="May be repeated. Default: all that have kernels.")] = None,
 ) -> None:
-    """Compiles the CUDA kernels for these shapes into the cache, on a machine with or without a GPU."""
+    """Compiles the CUDA kernels for these shapes into the cache, on a machine with or without a GPU.
+
+    For either kind of residuals and of weight gradients."""
     _need("cuda")
     from jax_mok.runtime import cuda, jit
 
@@ -239,8 +241,8 @@ def compile_kernels(
         raise typer.BadParameter(f"no kernels for {', '.join(unknown)}; there are kernels for {', '.join(jit.ARCHS)}.")
     for kernel in jit.KERNELS:
         for name in archs:
-            code = jit.cubin(kernel, name, cuda.macros(hidden, inter, top_k, shared_inter))
-            typer.echo(f"{kernel} {name}: {len(code):,} bytes, in {jit.cache_dir()}")
+            codes = [jit.cubin(kernel, name, b) for b in cuda.builds(kernel, hidden, inter, top_k, shared_inter)]
+            typer.echo(f"{kernel} {name}: {len(codes)} builds, {sum(map(len, codes)):,} bytes, in {jit.cache_dir()}")
 
 
 def _need(extra: str) -> None:

@@ -39,6 +39,7 @@ _SMALL = Call(
     top_k=2,
     ranks=1,
     dtype="bfloat16",
+    weight_dtype="bfloat16",
     axis=None,
     config=mok.MoEConfig(),
 )

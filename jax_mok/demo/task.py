@@ -17,7 +17,7 @@ LOSS_WEIGHT_BALANCE = 0.01
 
 class RoutedCall(NamedTuple):
     """The arguments of one ``mok.moe`` call as the model makes it: ``x [T, H]``, ``expert_ids`` and
-    ``router_weights [T, K]``, and the experts."""
+    ``router_weights [T, K]``, and the experts, float32."""
 
     x: jax.Array
     expert_ids: jax.Array
@@ -29,7 +29,7 @@ class RoutedCall(NamedTuple):
         """From what an MoE block sees and its parameters."""
         x = x.reshape(-1, x.shape[-1])
         routing = router.softmax_topk(x.astype(jnp.float32) @ router_kernel, top_k)
-        return cls(x, routing.expert_ids, routing.weights, mok.Experts(*(w.astype(x.dtype) for w in experts)))
+        return cls(x, routing.expert_ids, routing.weights, experts)
 
 
 class Task(NamedTuple):

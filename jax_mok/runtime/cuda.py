@@ -29,10 +29,20 @@ def refusal() -> str | None:
     return None
 
 
-def macros(hidden: int, inter: int, top_k: int, shared_inter: int, save: bool = False) -> dict[str, int]:
-    """The compile-time shape of the kernels; ``shared_inter`` = 0: no shared expert; ``save``: residuals are kept."""
+def macros(
+    hidden: int, inter: int, top_k: int, shared_inter: int, save: bool = False, weight_grad_f32: bool = False
+) -> dict[str, int]:
+    """The compile-time shape of the kernels; ``shared_inter`` = 0: no shared expert; ``save``: residuals are kept;
+    ``weight_grad_f32``: weight gradients for float32 master weights."""
     shape = {"MOK_HIDDEN": hidden, "MOK_INTER": inter, "MOK_TOP_K": top_k, "MOK_SHARED_INTER": shared_inter}
-    return shape | {"MOK_SAVE": int(save)}
+    return shape | {"MOK_SAVE": int(save), "MOK_WEIGHT_GRAD_F32": int(weight_grad_f32)}
+
+
+def builds(kernel: str, hidden: int, inter: int, top_k: int, shared_inter: int) -> list[dict[str, int]]:
+    """The macros of all builds of a kernel that calls of this shape may ask for."""
+    saves = (False,) if kernel == "mok_route" else (False, True)
+    weight_grads = (False, True) if kernel == "mok_backward" else (False,)
+    return [macros(hidden, inter, top_k, shared_inter, save, f32) for save in saves for f32 in weight_grads]
 
 
 def devices() -> list[int]:
@@ -48,7 +58,9 @@ def _check(result: tuple[Any, ...]) -> Any:
 
 
 @functools.cache
-def load(main: str, hidden: int, inter: int, top_k: int, shared_inter: int, save: bool) -> tuple[int, int]:
+def load(
+    main: str, hidden: int, inter: int, top_k: int, shared_inter: int, save: bool, weight_grad_f32: bool
+) -> tuple[int, int]:
     """Compiles the kernels of one pass (or takes them from the cache) and loads them on every local GPU.
 
     Returns the addresses of the route kernel and of the main kernel, "mok_forward" or "mok_backward".
@@ -59,7 +71,8 @@ def load(main: str, hidden: int, inter: int, top_k: int, shared_inter: int, save
     arch = _ARCH_OF[jax.local_devices(backend="gpu")[0].compute_capability]
     names, kernels = ("mok_route", main), []
     for name in names:
-        shape = macros(hidden, inter, top_k, shared_inter, save and name == main)
+        of_main = (save, weight_grad_f32) if name == main else ()
+        shape = macros(hidden, inter, top_k, shared_inter, *of_main)
         library = _check(driver.cuLibraryLoadData(jit.cubin(name, arch, shape), [], [], 0, [], [], 0))
         kernels.append(_check(driver.cuLibraryGetKernel(library, name.encode())))
     shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

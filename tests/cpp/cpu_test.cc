@@ -20,6 +20,7 @@ int main(int count, char** arguments) {
   run("order of calls on GPUs", test_call_order);
   run("order of calls on GPUs of several processes", test_call_order_of_several_processes);
   run("layer against oracle", test_layer);
+  run("f32 weight gradients", test_f32_weight_grads);
   run("batch invariance", test_batch_invariance);
   run("bad ids", test_bad_ids);
   run("over capacity", test_over_capacity);

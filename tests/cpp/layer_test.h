@@ -99,6 +99,27 @@ void test_layer() {
   check_problem(make_problem({"one of everything", 1, 1, 1, 1, 1, 0, Ids::spread}, 4, ++seed), {1});
 }
 
+// Weight gradients in f32 under bf16 operands: those of bf16 before they are rounded, and the contract holds for them.
+void test_f32_weight_grads() {
+  const Problem p = make_problem({"master weights", 24, 3, 48, 261, 45, 131, Ids::few_experts}, 2, 200);
+  auto run = [&](int32_t ranks, Mode mode) {
+    Group group(ranks);
+    return run_layer(group, p, mode);
+  };
+  const Results rounded = run(1, {}), wide = run(1, {true, 1, kPatient, true});
+  check_routed_values(p, wide, oracle(p));
+  CHECK(wide.d_gate.rounded() == rounded.d_gate && wide.d_up.rounded() == rounded.d_up &&
+            wide.d_down.rounded() == rounded.d_down && wide.dx == rounded.dx && wide.d_weights == rounded.d_weights,
+        "rounded f32 gradients are those in bf16");
+  const Results::Rank &got = wide.ranks[0], &want = rounded.ranks[0];
+  CHECK(got.d_shared_gate.rounded() == want.d_shared_gate && got.d_shared_up.rounded() == want.d_shared_up &&
+            got.d_shared_down.rounded() == want.d_shared_down,
+        "those of the shared expert too");
+  for (int32_t ranks : {2, 3, 8})
+    for (bool save : {true, false})
+      CHECK(run(ranks, {save, 2, kPatient, true}).routed_equal(wide), "f32 gradients on " + num(ranks) + " ranks");
+}
+
 // A token's rows do not depend on the other tokens of the batch: the definition of batch invariance.
 void test_batch_invariance() {
   const Problem p = make_problem({"whole batch", 6, 2, 120, 67, 35, 9, Ids::few_experts}, 2, 7);

@@ -18,6 +18,11 @@ class Tensor {
   void* at(int64_t i) { return bytes_.data() + i * elem_; }
   const void* at(int64_t i) const { return bytes_.data() + i * elem_; }
   bool operator==(const Tensor& o) const { return bytes_ == o.bytes_; }
+  Tensor rounded() const {  // to bf16
+    Tensor t(size(), 2);
+    for (int64_t i = 0; i < size(); ++i) t.set(i, get(i));
+    return t;
+  }
 
   double get(int64_t i) const {
     float f;
@@ -170,8 +175,9 @@ Oracle oracle(const Problem& p) {
 
 // ---- running a problem on a group ----
 
-// Results of all ranks. Routed ones are global arrays, each rank writes its part.
+// Results of all ranks. Routed ones are global arrays, each rank writes its part. `grad_elem`: of weight gradients.
 struct Results {
+  int32_t grad_elem;
   Tensor y, dx, d_weights, d_gate, d_up, d_down;
   struct Rank {
     std::vector<int32_t> tokens_per_expert, rows_per_rank, status;
@@ -180,17 +186,18 @@ struct Results {
   };
   std::vector<Rank> ranks;
 
-  Results(const Problem& p, int32_t n)
-      : y(p.x.size(), p.elem), dx(p.x.size(), p.elem), d_weights(int64_t(p.weights.size()), 4), d_gate(p.gate.size(), p.elem),
-        d_up(p.gate.size(), p.elem), d_down(p.gate.size(), p.elem) {
+  Results(const Problem& p, int32_t n) : Results(p, n, p.elem) {}
+  Results(const Problem& p, int32_t n, int32_t grad)
+      : grad_elem(grad), y(p.x.size(), p.elem), dx(p.x.size(), p.elem), d_weights(int64_t(p.weights.size()), 4),
+        d_gate(p.gate.size(), grad), d_up(p.gate.size(), grad), d_down(p.gate.size(), grad) {
     const Shape s = p.shape(n);
     const int64_t rows = padded_rows(s, kTiles);
     for (int32_t r = 0; r < n; ++r)
       ranks.push_back({std::vector<int32_t>(size_t(s.experts), -7), std::vector<int32_t>(size_t(n), -7), {-7},
                        Tensor(rows * s.hidden, p.elem), Tensor(rows * s.inter, p.elem), Tensor(rows * s.inter, p.elem),
                        Tensor(s.tokens * s.shared_inter, p.elem), Tensor(s.tokens * s.shared_inter, p.elem),
-                       Tensor(p.shared_gate.size(), p.elem), Tensor(p.shared_gate.size(), p.elem),
-                       Tensor(p.shared_gate.size(), p.elem)});
+                       Tensor(p.shared_gate.size(), grad), Tensor(p.shared_gate.size(), grad),
+                       Tensor(p.shared_gate.size(), grad)});
   }
 
   SavedBuffers saved(int32_t rank, bool save) {
@@ -208,7 +215,8 @@ struct Results {
     const int64_t w = rank * s.local_experts() * s.hidden * s.inter;
     return {dx.at(rank * s.tokens * s.hidden), static_cast<float*>(d_weights.at(rank * s.slots())),
             {d_gate.at(w), d_up.at(w), d_down.at(w)},
-            {r.d_shared_gate.at(0), r.d_shared_up.at(0), r.d_shared_down.at(0)}};
+            {r.d_shared_gate.at(0), r.d_shared_up.at(0), r.d_shared_down.at(0)},
+            grad_elem};
   }
   bool routed_equal(const Results& o) const {
     return y == o.y && dx == o.dx && d_weights == o.d_weights && d_gate == o.d_gate && d_up == o.d_up && d_down == o.d_down;
@@ -243,6 +251,7 @@ struct Mode {
   bool save = true;
   int workers = 1;
   double timeout_s = kPatient;
+  bool f32_weight_grads = false;
 };
 
 Status forward(Group& group, CallKey key, const Problem& p, const Shape& s, int32_t rank, Results* out, Mode mode = {}) {
@@ -262,7 +271,7 @@ Status backward(Group& group, CallKey key, const Problem& p, const Shape& s, int
 // Forward and backward on all ranks; arenas and scratch are poisoned before each.
 Results run_layer(Group& group, const Problem& p, Mode mode) {
   const Shape s = p.shape(group.ranks());
-  Results out(p, group.ranks());
+  Results out(p, group.ranks(), mode.f32_weight_grads ? 4 : p.elem);
   for (auto [call, site] : {std::pair{&forward, kForwardSite}, std::pair{&backward, kBackwardSite}}) {
     group.poison();
     const CallKey key = new_call(site);

@@ -72,6 +72,9 @@ __device__ inline void load_shared_v4(uint32_t address, uint32_t* v) {
                : "r"(address)
                : "memory");
 }
+__device__ inline void store_shared_v2(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
 __device__ inline uint32_t load_shared_at(uint32_t address, uint32_t cta) {
   uint32_t v;
   asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %1, %2;\nld.shared::cluster.u32 %0, [a];\n}\n"

@@ -16,11 +16,12 @@
 #include "../movers.h"
 #include "pipeline.h"
 
-// Compile-time shape: MOK_HIDDEN, MOK_INTER, MOK_TOP_K, MOK_SHARED_INTER, MOK_SAVE (1: g, u and rows of x saved).
+// Compile-time shape: MOK_HIDDEN, MOK_INTER, MOK_TOP_K, MOK_SHARED_INTER, MOK_SAVE (1: g, u and rows of x saved),
+// MOK_WEIGHT_GRAD_F32 (1: weight gradients leave as they were summed, 0: rounded to bf16).
 namespace mok::sm90 {
 
 constexpr int kHidden = MOK_HIDDEN, kInter = MOK_INTER, kShared = MOK_SHARED_INTER;
-constexpr bool kRecompute = !MOK_SAVE;
+constexpr bool kRecompute = !MOK_SAVE, kWeightGradF32 = MOK_WEIGHT_GRAD_F32;
 constexpr int kSwigluStages = 4;  // of g and u beside a tile of dhu, 64 columns each
 __device__ constexpr int k_blocks(int width) { return (width + kBlockK - 1) / kBlockK; }
 __device__ constexpr int wide_tiles(int width) { return (width + kBlockN - 1) / kBlockN; }
@@ -260,7 +261,7 @@ struct BackwardStream {
   template <class Math>
   __device__ void store(Math& me, float (&acc)[128], const BackwardWork& t) const {
     const int32_t row = t.row_of(me.cta) + me.warp * kStoreRows, n = t.column_tile(me.cta);
-    const int32_t m = t.m * 2 * kBlockM + int32_t(me.cta) * kBlockM + me.warp * kStoreRows, z = t.depth();
+    const int32_t m = t.m * 2 * kBlockM + int32_t(me.cta) * kBlockM + me.warp * kStoreRows;
     const BackwardMaps& of = maps(t);
     switch (t.kind) {
       case BackwardKind::gate_up:
@@ -276,9 +277,7 @@ struct BackwardStream {
         store_columns<0, 4>(me, acc, &of.to_dx, n * kBlockN, row, 0);
         me.pending = words().out(t.pair);
         break;
-      case BackwardKind::down_wgrad: store_columns<0, 4>(me, acc, &of.to_down_grad, n * kBlockN, m, z); break;
-      case BackwardKind::gate_wgrad: store_columns<0, 4>(me, acc, &of.to_gate_grad, n * kBlockN, m, z); break;
-      case BackwardKind::up_wgrad: store_columns<0, 4>(me, acc, &of.to_up_grad, n * kBlockN, m, z); break;
+      default: store_weight_grad(me, acc, weight_grad(t), n * kBlockN, m, t.depth());
     }
   }
 
@@ -292,6 +291,24 @@ struct BackwardStream {
                  v[0] = pack_bf16(acc[c * 32 + j * 4], acc[c * 32 + j * 4 + 1]);
                  v[1] = pack_bf16(acc[c * 32 + j * 4 + 2], acc[c * 32 + j * 4 + 3]);
                });
+  }
+
+  __device__ const TensorMap* weight_grad(const BackwardWork& t) const {
+    const BackwardMaps& of = maps(t);
+    if (t.kind == BackwardKind::down_wgrad) return &of.to_down_grad;
+    return t.kind == BackwardKind::gate_wgrad ? &of.to_gate_grad : &of.to_up_grad;
+  }
+  // All 256 columns, rounded to bf16 or as they are. Called in one place: with three copies, math warps would spill.
+  template <class Math>
+  __device__ static void store_weight_grad(Math& me, float (&acc)[128], const TensorMap* map, int32_t x, int32_t y,
+                                           int32_t z) {
+    if constexpr (kWeightGradF32) {
+#pragma unroll
+      for (int c = 0; c < 8; ++c)
+        me.store_floats([&](uint32_t from) { tma_store_3d(map, from, x + c * 32, y, z); }, acc + c * 16);
+    } else {
+      store_columns<0, 4>(me, acc, map, x, y, z);
+    }
   }
 
   template <class Math>

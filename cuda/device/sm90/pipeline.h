@@ -216,20 +216,20 @@ struct MathWarp {
                  : "memory");
   }
 
-  // 16 rows x 64 columns of this warp: registers -> shared memory -> put(address), a TMA store. pack(j, v) gives the two
-  // words of columns 8j .. 8j + 7, as for write_columns.
-  template <class Put, class Pack>
-  __device__ void store(Put put, Pack pack) {
+  // Columns 8j .. 8j + 7 of 16 swizzled rows of 32 columns of f32, from their accumulators.
+  __device__ void write_float_columns(uint32_t rows, int j, const float* v) const {
+    const uint32_t r = lane >> 2, at = (rows + r * 128 + ((((lane >> 1) & 1) ^ r) << 4) + (lane & 1) * 8) ^ (j << 5);
+    store_shared_v2(at, v[0], v[1]);
+    store_shared_v2(at + 8 * 128, v[2], v[3]);
+  }
+
+  // 16 rows x 128 bytes of this warp: registers -> write(buffer) -> shared memory -> put(buffer), a TMA store.
+  template <class Put, class Write>
+  __device__ void store_rows(Put put, Write write) {
     if (lane == 0) bulk_wait_read<kStoreBuffers - 1>();
     __syncwarp();
     const uint32_t buf = sh.store_buffer(warp, buffer);
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      uint32_t v[4];
-      pack(j, v);
-      pack(j + 1, v + 2);
-      write_columns(buf, j, v);
-    }
+    write(buf);
     fence_async_shared();
     __syncwarp();
     if (lane == 0) {
@@ -237,6 +237,29 @@ struct MathWarp {
       bulk_commit();
     }
     buffer ^= 1;
+  }
+
+  // 64 columns of bf16: pack(j, v) gives the two words of columns 8j .. 8j + 7, as for write_columns.
+  template <class Put, class Pack>
+  __device__ void store(Put put, Pack pack) {
+    store_rows(put, [&](uint32_t rows) {
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        uint32_t v[4];
+        pack(j, v);
+        pack(j + 1, v + 2);
+        write_columns(rows, j, v);
+      }
+    });
+  }
+
+  // 32 columns of f32.
+  template <class Put>
+  __device__ void store_floats(Put put, const float* acc) {
+    store_rows(put, [&](uint32_t rows) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) write_float_columns(rows, j, acc + j * 4);
+    });
   }
 
   template <class Pack>
