@@ -61,7 +61,8 @@ def _forward(
     y = checkpoint_name(y, _OUTPUT)
     if save:
         names = ffi.Saved(rows=_ROWS, gate=_GATE, up=_UP, shared_gate=_GATE, shared_up=_UP)
-        saved = ffi.Saved(*map(checkpoint_name, saved, names))
+        named = (a if a is None else checkpoint_name(a, name) for a, name in zip(saved, names, strict=True))
+        saved = ffi.Saved(*named)
     return (y, stats), (x, expert_ids, router_weights, experts, shared, saved)
 
 

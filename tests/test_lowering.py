@@ -53,6 +53,25 @@ def test_one_call_each_way_and_no_exchange_outside_them(sizes, shared, residuals
 
 
 @pytest.mark.parametrize("residuals", ["save", "recompute"])
+@pytest.mark.parametrize("shared", [0, 24])
+def test_no_array_without_elements_goes_into_or_out_of_a_shard_map(shared, residuals):
+    """XLA for GPUs crashes on them."""
+    x, ids, weights, experts, shared_w, dy = jax.tree.map(
+        jnp.asarray, make_inputs(64, 48, 32, 8, 2, dtype="bfloat16", shared=shared)
+    )
+
+    def gradients(x, weights, experts, shared_w):
+        config, mesh = mok.MoEConfig(residuals=residuals), mesh_of(4)
+        layer = lambda x, w, e, s: mok.moe(x, ids, w, e, shared=s, mesh=mesh, config=config)  # noqa: E731
+        return jax.vjp(layer, x, weights, experts, shared_w)[1](dy)
+
+    equations = jax.make_jaxpr(gradients)(x, weights, experts, shared_w).eqns
+    crossing = [v.aval for e in equations if e.primitive.name == "shard_map" for v in (*e.invars, *e.outvars)]
+    assert len(crossing) > 20
+    assert all(aval.size > 0 for aval in crossing), crossing
+
+
+@pytest.mark.parametrize("residuals", ["save", "recompute"])
 def test_master_weights_cost_one_cast_and_no_other_pass(residuals):
     inputs, _ = with_master_weights(64, 48, 32, 8, 2, shared=24)
     forward, step = programs(mesh_of(4), config=mok.MoEConfig(residuals=residuals), inputs=inputs)

@@ -24,7 +24,8 @@ _CUDA_WIDTH = 8  # elements of 16 bytes
 
 class Saved(NamedTuple):
     """What ``residuals="save"`` keeps: routed rows ``[R, H]``, gate and up ``[R, I]``; of the shared expert gate and
-    up ``[T, I_s]``. ``R`` = row capacity, padding counted; only rows in use are written. Empty with "recompute"."""
+    up ``[T, I_s]``. ``R`` = row capacity, padding counted; only rows in use are written. ``None``: not kept. An array
+    without elements would not do: XLA for GPUs crashes where one leaves a ``shard_map`` (JAX 0.11.2)."""
 
     rows: Any
     gate: Any
@@ -147,7 +148,7 @@ def _even_widths(
 def forward(
     call: Call, backend: str, x: Any, expert_ids: Any, router_weights: Any, experts: Experts, shared: Any, *, save: bool
 ) -> tuple[Any, RawStats, Saved]:
-    """Returns ``y [T, H]``, the stats, and the residuals (empty unless ``save``). Weights are in the dtype of ``x``."""
+    """Returns ``y [T, H]``, the stats, and the residuals (none unless ``save``). Weights are in the dtype of ``x``."""
     hidden = call.hidden
     shared = _shared_or_empty(call, shared, x)
     if backend == "cuda":
@@ -178,7 +179,7 @@ def forward(
     y, per_expert, rows_per_rank, status, *saved, _ = jax.ffi.ffi_call(FORWARD, results)(
         *operands, **_attributes(call), save=np.int64(save)
     )
-    return y[:, :hidden], RawStats(per_expert, rows_per_rank, status), Saved(*saved)
+    return y[:, :hidden], RawStats(per_expert, rows_per_rank, status), Saved(*(a if a.size else None for a in saved))
 
 
 def backward(
@@ -198,7 +199,9 @@ def backward(
     wide_experts, wide_shared = experts, Experts(*narrow[5:])
     if backend == "cuda":
         call, wide_experts, wide_shared, [x, dy] = _even_widths(call, wide_experts, wide_shared, x, dy)
-    save = saved.rows.size > 0
+    save = saved.rows is not None
+    empty = _varying.vary_over(jnp.zeros(0, x.dtype), _varying.axes_of(x))
+    saved = Saved(*(empty if a is None else a for a in saved))
     workspace = jax.ShapeDtypeStruct((runtime.backward_bytes(call, backend, save=save),), jnp.uint8)
     weight_grads = [jax.ShapeDtypeStruct(w.shape, call.weight_dtype) for w in (*wide_experts, *wide_shared)]
     likes = (x, router_weights, *weight_grads, workspace)
