@@ -70,7 +70,7 @@ def layer(output: str) -> None:
 class Chain:
     """Several layers in one program, which the host starts before the first has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         mesh = Mesh(np.array(jax.devices()), ("expert",))
         good, bad = (make_inputs(240, 256, 128, 12, 2, dtype="bfloat16", seed=3) for _ in range(2))
         bad.ids[-1, 1] = 12
@@ -79,7 +79,7 @@ class Chain:
         @jax.jit
         def run(a: Any) -> Any:
             x = a.x
-            for _ in range(3):
+            for _ in range(layers):
                 x = mok.moe(x, a.ids, a.weights, a.experts, mesh=mesh, config=CONFIG)
             return x
 
@@ -102,6 +102,25 @@ class Chain:
 def bad_ids(output: str) -> None:
     step = Chain()
     report(output, [step(good=number not in (1, 4)) for number in range(STEPS + 2)])
+
+
+def away(output: str) -> None:
+    """Process 1 does something else after a step that failed. Its peer need not wait to hear when both will raise."""
+    step, found = Chain(), []
+    for number in range(4):
+        time.sleep(2.0 if (jax.process_index(), number) == (1, 2) else 0.0)
+        found.append(step(good=number != 1))
+    report(output, found)
+
+
+def out_of_step(output: str) -> None:
+    """Process 1 runs a program alone, of layers with the same shape."""
+    step, other = Chain(), Chain(layers=1)
+    found = [step(), other()]
+    if jax.process_index() == 1:
+        other()
+    found += [step() for _ in range(2)]
+    report(output, found)
 
 
 def killed(output: str, victim: str) -> None:
@@ -146,7 +165,9 @@ def report(output: str, result: Any) -> None:
     Path(output, f"{jax.process_index()}.json").write_text(json.dumps(result))
 
 
-SCENARIOS: dict[str, Callable[..., None]] = {f.__name__: f for f in (layer, bad_ids, killed, late, timing)}
+SCENARIOS: dict[str, Callable[..., None]] = {
+    f.__name__: f for f in (layer, bad_ids, away, out_of_step, killed, late, timing)
+}
 
 if __name__ == "__main__":
     SCENARIOS[sys.argv[1]](*sys.argv[2:])

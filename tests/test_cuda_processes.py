@@ -81,6 +81,22 @@ def test_bad_ids_are_raised_by_all_in_the_same_step(tmp_path, processes):
         assert "sum" in steps[-1]
 
 
+def test_a_process_need_not_call_to_agree_on_when_all_raise(tmp_path):
+    for good, bad, raised, after in run_case(tmp_path, 2, "away"):
+        assert "sum" in good
+        assert "nan" in bad
+        assert raised["error"] == "RoutingError"
+        assert raised["seconds"] < 1
+        assert after["sum"] == good["sum"]
+
+
+def test_processes_that_are_out_of_step_are_told(tmp_path):
+    for good, _, *later in run_case(tmp_path, 2, "out_of_step"):
+        assert "sum" in good
+        assert not any("sum" in step for step in later)
+        assert {step["error"] for step in later if "error" in step} == {"ShapeMismatchError"}
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_is_named_and_ends_the_group(tmp_path, victim):
     found = run_case(tmp_path, 3, "killed", victim, code=128 + 9)

@@ -1,12 +1,13 @@
 """How processes agree on shared GPU memory and trade handles of it. Here they are threads, and memory is a file."""
 
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jax_mok.runtime.sharing import FABRIC, FILES, Board, Seating, name_of
+from jax_mok.runtime.sharing import FABRIC, FILES, Board, Mailbox, Seating, name_of
 
 CAN = {FABRIC: "", FILES: ""}
 NO_FABRIC = {FABRIC: "the CUDA driver refused it", FILES: ""}
@@ -109,6 +110,36 @@ def test_another_size_is_refused_by_all():
         assert "{0: 100, 1: 100, 2: 101}" in str(error)
 
 
+def test_a_process_without_memory_is_named_by_all():
+    seated = seatings(Store(), [NO_FABRIC] * 3)
+    fds = [file_with("x"), file_with("y")]
+    for error in in_all(lambda me: seated[me].share("rows/0", -1 if me == 1 else 100, [] if me == 1 else fds, 10)):
+        assert isinstance(error, RuntimeError)
+        assert "processes [1] could not make theirs" in str(error)
+
+
+def test_letters_that_do_not_come_leave_no_descriptors():
+    seated, before = seatings(Store(), [NO_FABRIC] * 3), len(os.listdir("/proc/self/fd"))
+    address = seated[0]._mailbox.address
+    for text in (b"", b"not a letter"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.connect(b"\0" + address.encode())
+            fd = file_with("junk")
+            if text:
+                socket.send_fds(stranger, [text], [fd])
+            os.close(fd)
+    fds = [file_with("x"), file_with("y")]
+    Mailbox.send(address, f"{seated[0].name}/rows/0", 1, fds)  # of process 2 there is none
+    letters = {1: {"address": seated[1]._mailbox.address}, 2: {"address": seated[2]._mailbox.address}}
+    with pytest.raises(TimeoutError, match="process 2 did not send"):
+        seated[0]._trade(seated[0]._mailbox, f"{seated[0].name}/rows/0", letters, fds, 0.3)
+    for fd in fds:
+        os.close(fd)
+    for seating in seated:
+        seating.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_a_process_that_does_not_come_is_named():
     store = Store()
     for error in in_all(lambda me: Seating(OWNERS, me, store.board, CAN, 0.3), processes=2):
@@ -121,17 +152,18 @@ def test_other_lists_of_gpus_have_other_names():
     assert len({name_of(OWNERS), name_of(OWNERS[::-1]), name_of(OWNERS[:4])}) == 3
 
 
-def test_the_latest_call_is_agreed_on():
+def test_the_latest_call_is_agreed_on(monkeypatch):
     seated = seatings(Store(), [CAN] * 3)
-    assert in_all(lambda me: seated[me].agree(7, [9, 12, 8][me], 10)) == [12] * 3
-    assert in_all(lambda me: seated[me].agree(20, 21, 0.3), processes=2) == [0, 0]
+    assert in_all(lambda me: seated[me].agree(1, [9, 12, 8][me])) == [12] * 3
+    monkeypatch.setattr("jax_mok.runtime.sharing._AGREEMENT_S", 0.3)
+    assert in_all(lambda me: seated[me].agree(2, 21), processes=2) == [0, 0]
 
 
 def test_descriptors_of_strangers_are_not_taken(monkeypatch):
     seated = seatings(Store(), [NO_FABRIC] * 3)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     for error in in_all(lambda me: seated[me].share("rows/0", 1, [file_with("x"), file_with("y")], 0.3)):
-        assert isinstance(error, TimeoutError)
+        assert isinstance(error, (TimeoutError, RuntimeError))
 
 
 @pytest.mark.gpu

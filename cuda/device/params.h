@@ -18,7 +18,7 @@ struct SeatMemory {
   static constexpr int64_t last_failed = copy_words + 64;  // generation of this seat's last call that failed
   static constexpr int64_t row_flags = 64 << 10;        // [seats, row blocks] generations
   static constexpr int64_t rows = int64_t{4} << 30;
-  static constexpr int64_t address_range = int64_t{1} << 40;
+  static constexpr int64_t address_range = int64_t{1} << 39;
 };
 struct SeatFlag {
   // arrived: generation and place in the group, see pack_place; no place any more once a failed call is left.
@@ -163,6 +163,7 @@ struct RouteParams {
   int32_t* tokens_per_expert;    // [E]
   int32_t* rows_per_rank;        // [P]
   int64_t max_pairs;
+  uint64_t digest;               // of the call: must be the same on all ranks
 };
 
 // What moves rows in, and results out, in either pass.

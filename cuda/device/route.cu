@@ -297,7 +297,7 @@ __device__ bool find_peers(const RouteParams& p) {
 __device__ Status judge_peers(const RouteParams& p) {
   for (int32_t r = 0; r < p.shape.ranks; ++r) {
     const volatile Verdict* v = verdict_of(p, reinterpret_cast<uint8_t*>(p.routes.peers[r]));
-    if (v->shape_digest != shape_digest(p.shape)) return {Code::shape_mismatch, r, 0, 0};
+    if (v->shape_digest != p.digest) return {Code::shape_mismatch, r, 0, 0};
     if (v->status.code != Code::ok) return {v->status.code, v->status.rank, v->status.value, v->status.extra};
   }
   return {};
@@ -539,7 +539,7 @@ extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(1024, 1)
     if (leads) {
       status = judge_ids(p, words);
       if (p.shape.ranks > 1 && threadIdx.x == 0)
-        *verdict_of(p, p.call.seat_memory[p.call.seat]) = {status, shape_digest(p.shape)};
+        *verdict_of(p, p.call.seat_memory[p.call.seat]) = {status, p.digest};
     }
     cluster_sync();  // the blocks have read each other's memory, and CTA 0 may use all of the lists
   }

@@ -1,5 +1,8 @@
 #include "call_frame.h"
 
+#include <map>
+#include <mutex>
+
 namespace mok::ffi {
 namespace {
 
@@ -34,9 +37,14 @@ std::string message(const Status& s, const Shape& shape, double timeout_s) {
              "any more; see what that process printed last, and start the job again from a checkpoint.";
     default:
       return "jax_mok PeerTimeoutError: " + who + " did not " + wait_name(Wait(s.value)) + " within " +
-             std::to_string(timeout_s) + " s. It died, runs another program, or is slower than MoEConfig.timeout_s "
+             std::to_string(s.extra > 0 ? double(s.extra) / 1e3 : timeout_s) + " s. It died, runs another program, or is slower than MoEConfig.timeout_s "
              "(for the first call of a program across processes: MoEConfig.first_call_timeout_s) allows.";
   }
+}
+
+uint64_t mix(uint64_t h, std::string_view text) {  // FNV-1a
+  for (unsigned char c : text) h = (h ^ c) * 1099511628211ull;
+  return (h ^ 0xff) * 1099511628211ull;
 }
 
 xf::ErrorCode error_code(Code code) {
@@ -51,6 +59,18 @@ xf::ErrorCode error_code(Code code) {
 }
 
 }  // namespace
+
+uint64_t site_number(std::string_view kind, const xf::Dictionary& attributes) {
+  static std::mutex mutex;
+  static auto* const seen = new std::map<uint64_t, uint64_t>;
+  uint64_t h = mix(1469598103934665603ull, kind);
+  for (const char* name : {"hidden", "inter", "top_k", "ranks", "experts", "max_rows"})
+    h = mix(h, std::to_string(attribute<int64_t>(attributes, name)));
+  for (const char* name : {"residuals", "axis", "mesh", "span"})
+    h = mix(h, attribute<std::string_view>(attributes, name));
+  std::lock_guard<std::mutex> lock(mutex);
+  return mix(h, std::to_string(++(*seen)[h]));
+}
 
 xf::Error to_error(const Status& status, const Shape& shape, double timeout_s) {
   return xf::Error(error_code(status.code), message(status, shape, timeout_s));

@@ -1,6 +1,7 @@
 #include "call_order.h"
 
 #include <algorithm>
+#include <exception>
 #include <iterator>
 
 namespace mok::ffi {
@@ -14,51 +15,81 @@ void forget(HostStatus& status) { __atomic_store_n(&status.code, uint64_t{0}, __
 Status failure_of(const HostStatus& status) {
   return {Code(code_of(status)), int32_t(status.rank), status.value, status.extra};
 }
+// By every rank of the group, from what it read of the others.
+bool is_judged(Code code) { return code == Code::id_out_of_range || code == Code::over_capacity; }
 
 }  // namespace
 
-uint64_t CallOrder::agree_on(const HostStatus& failure, uint64_t next, double patience_s) const {
-  const Code code = failure_of(failure).code;
-  const bool judged = code == Code::id_out_of_range || code == Code::over_capacity || code == Code::shape_mismatch;
-  return judged ? agree_(failure.generation, next, patience_s) : 0;
-}
-
-// With the oldest failure that has not been raised.
-CallOrder::Place CallOrder::next_place(double patience_s) {
+// The oldest failure that has not been raised.
+const HostStatus* CallOrder::unraised() const {
   const HostStatus* oldest = nullptr;
-  uint64_t newest = acknowledged_;
   for (const HostStatus* s = statuses_; s < statuses_ + seats_; ++s) {
     if (code_of(*s) == 0 || (s->generation != 0 && s->generation <= acknowledged_)) continue;
     if (oldest == nullptr || s->generation < oldest->generation) oldest = s;
-    newest = std::max(newest, s->generation);
   }
-  const uint64_t next = ++last_generation_;
-  if (oldest == nullptr) return {next, acknowledged_, {}};
-  if (agree_ && !ended_) {
-    if (raise_in_ == 0) raise_in_ = agree_on(*oldest, next, patience_s);
-    ended_ = raise_in_ == 0;
-    if (next < raise_in_) return {next, acknowledged_, {}};  // it will end at once: the device knows of the failure
-    raise_in_ = 0;
-  }
-  if (!ended_) acknowledged_ = newest;
-  return {next, acknowledged_, failure_of(*oldest)};
+  return oldest;
 }
 
-CallOrder::Place CallOrder::enter(int32_t seat, int64_t run, const void* site, double patience_s) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  auto it = std::find_if(calls_.begin(), calls_.end(), [&](const Call& c) {
-    return c.run == run && c.site == site && !c.entered[size_t(seat)];
+CallOrder::Place CallOrder::next_place(const SiteKey& site) {
+  const uint64_t next = ++last_generation_, stamp = site.number * 0x9e3779b97f4a7c15ull + ++visits_[site.number];
+  const HostStatus* const failed = unraised();
+  // one that is not agreed on yet: the call ends at once, for the device knows of the failure
+  if (failed == nullptr || (agree_ && !ended_ && (raise_in_ == 0 || next < raise_in_))) return {next, acknowledged_, {}, stamp};
+  const Status raise = failure_of(*failed);
+  if (ended_) return {next, acknowledged_, raise, stamp};
+  raise_in_ = 0;
+  if (agree_) acknowledged_ = next - 1;  // in all processes alike
+  else
+    for (const HostStatus* s = statuses_; s < statuses_ + seats_; ++s)
+      if (code_of(*s) != 0) acknowledged_ = std::max(acknowledged_, s->generation);
+  return {next, acknowledged_, raise, stamp};
+}
+
+CallOrder::Call* CallOrder::find(int32_t seat, int64_t run, const SiteKey& site) {
+  const auto it = std::find_if(calls_.begin(), calls_.end(), [&](const Call& c) {
+    return c.run == run && c.site == site.address && !c.entered[size_t(seat)];
   });
-  if (it == calls_.end()) {
-    calls_.push_back({next_place(patience_s), run, site, std::vector<bool>(size_t(seats_))});
-    if (calls_.size() > kCallsKept) calls_.pop_front();
-    it = std::prev(calls_.end());
+  return it == calls_.end() ? nullptr : &*it;
+}
+
+CallOrder::Place CallOrder::enter(int32_t seat, int64_t run, const SiteKey& site) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  Call* call = find(seat, run, site);
+  if (call == nullptr && deciding_) {
+    decided_.wait(lock, [&] { return !deciding_; });
+    call = find(seat, run, site);
   }
-  it->entered[size_t(seat)] = true;
+  if (call == nullptr) {
+    calls_.push_back({next_place(site), run, site.address, std::vector<bool>(size_t(seats_))});
+    if (calls_.size() > kCallsKept) calls_.pop_front();
+    call = &calls_.back();
+  }
+  call->entered[size_t(seat)] = true;
   HostStatus& mine = statuses_[seat];
-  const bool raised = mine.generation == 0 ? !it->place.raise.ok() : mine.generation <= acknowledged_;
-  if (code_of(mine) != 0 && raised) forget(mine);
-  return it->place;
+  const bool raised = mine.generation == 0 ? !call->place.raise.ok() : mine.generation <= acknowledged_;
+  if (code_of(mine) != 0 && raised && !ended_) forget(mine);
+  return call->place;
+}
+
+void CallOrder::watch() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const HostStatus* const failed = unraised();
+  if (failed == nullptr || ended_ || raise_in_ != 0) return;
+  ended_ = !is_judged(failure_of(*failed).code);
+  if (ended_) return;
+  deciding_ = true;
+  const uint64_t round = ++rounds_, next = last_generation_ + 1;
+  lock.unlock();
+  uint64_t latest = 0;
+  try {
+    latest = agree_(round, next);
+  } catch (const std::exception&) {  // as if somebody did not answer
+  }
+  lock.lock();
+  raise_in_ = latest;
+  ended_ = latest == 0;
+  deciding_ = false;
+  decided_.notify_all();
 }
 
 Status CallOrder::take_failure(int32_t seat) {

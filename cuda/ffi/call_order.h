@@ -1,9 +1,11 @@
 // The order of calls on the GPUs of a process, and what failed calls have left behind in host memory.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <vector>
 
@@ -11,19 +13,26 @@
 
 namespace mok::ffi {
 
+// A call of a compiled program: an address of its own, and a number that is the same in all processes.
+struct SiteKey {
+  const void* address;
+  uint64_t number;
+};
+
 class CallOrder {
  public:
-  // A seat's call. Failures up to `acknowledged` have been raised.
+  // A seat's call. Failures up to `acknowledged` have been raised. `stamp`: of the site and of how often it was called, by
+  // which ranks of several processes see whether they are in the same call.
   struct Place {
     uint64_t generation;
     uint64_t acknowledged;
     Status raise;
+    uint64_t stamp;
   };
 
-  // Where seats are of several processes, these may hear of a failed call at different times. Takes its generation, the
-  // next call of this process and for how long to wait for the others; returns the latest of what all of them said, in
-  // which all raise. 0: somebody did not answer.
-  using Agree = std::function<uint64_t(uint64_t failed, uint64_t next, double patience_s)>;
+  // Where seats are of several processes, these hear of a failed call at different times. Takes the number of the
+  // question and the next call of this process; returns the latest of what all processes said, 0: one did not answer.
+  using Agree = std::function<uint64_t(uint64_t round, uint64_t next)>;
 
   CallOrder(HostStatus* statuses, int32_t seats, Agree agree = nullptr)
       : statuses_(statuses), seats_(seats), agree_(std::move(agree)) {}
@@ -34,9 +43,12 @@ class CallOrder {
   // does not launch must not leave its peers waiting. With seats of other processes, which must all make the same calls in
   // the same order, a failure that all ranks have judged alike is raised by all in a call that they agree on; any other
   // one is the end: every later call raises it.
-  Place enter(int32_t seat, int64_t run, const void* site, double patience_s = 0);
+  Place enter(int32_t seat, int64_t run, const SiteKey& site);
   // What a seat's earlier call left behind, for a call without peers. Such calls have no generation: it is 0.
   Status take_failure(int32_t seat);
+  // Of seats of several processes: looks for a failure, and agrees on when to raise it. To be called again and again by a
+  // thread that waits for nothing else, for the other processes wait for the answer. No call starts meanwhile.
+  void watch();
 
  private:
   struct Call {
@@ -46,17 +58,20 @@ class CallOrder {
     std::vector<bool> entered;
   };
 
-  Place next_place(double patience_s);
-  uint64_t agree_on(const HostStatus& failure, uint64_t next, double patience_s) const;
+  Call* find(int32_t seat, int64_t run, const SiteKey& site);
+  const HostStatus* unraised() const;
+  Place next_place(const SiteKey& site);
 
   HostStatus* const statuses_;
   const int32_t seats_;
   const Agree agree_;
   std::mutex mutex_;
+  std::condition_variable decided_;
   std::deque<Call> calls_;
+  std::map<uint64_t, uint64_t> visits_;  // by number of the site
   uint64_t last_generation_ = 0, acknowledged_ = 0;
-  uint64_t raise_in_ = 0;  // the call that raises what has failed, once that is agreed on
-  bool ended_ = false;     // nothing more will run
+  uint64_t rounds_ = 0, raise_in_ = 0;       // raise_in_: the call that raises, once that is agreed on
+  bool deciding_ = false, ended_ = false;  // ended_: nothing more will run
 };
 
 }  // namespace mok::ffi

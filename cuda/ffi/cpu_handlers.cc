@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -40,25 +39,6 @@ class CallSite {
   std::set<int32_t> visitors_;
 };
 xf::TypeId CallSite::id = {};
-
-uint64_t mix(uint64_t h, std::string_view text) {  // FNV-1a
-  for (unsigned char c : text) h = (h ^ c) * 1099511628211ull;
-  return (h ^ 0xff) * 1099511628211ull;
-}
-
-// The same number in every process for the same call site: XLA sets up the sites of a program in one order, and the
-// processes of a job compile the same programs in the same order. So a site is the n-th one with its attributes.
-uint64_t site_number(std::string_view kind, const xf::Dictionary& attributes) {
-  static std::mutex mutex;
-  static auto* const seen = new std::map<uint64_t, uint64_t>;
-  uint64_t h = mix(1469598103934665603ull, kind);
-  for (const char* name : {"hidden", "inter", "top_k", "ranks", "experts", "max_rows"})
-    h = mix(h, std::to_string(attribute<int64_t>(attributes, name)));
-  for (const char* name : {"residuals", "axis", "mesh", "span"})
-    h = mix(h, attribute<std::string_view>(attributes, name));
-  std::lock_guard<std::mutex> lock(mutex);
-  return mix(h, std::to_string(++(*seen)[h]));
-}
 
 xf::ErrorOr<std::unique_ptr<CallSite>> instantiate_forward(xf::Dictionary attributes) {
   return std::make_unique<CallSite>(site_number("forward", attributes));

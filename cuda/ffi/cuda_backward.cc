@@ -138,7 +138,7 @@ int launch_backward(const CudaDriver& driver, const CudaKernels& kernels, const 
   const Published dy{static_cast<const uint16_t*>(c.dy), layout.grads_in};
   const Published x{c.saved[0] == nullptr ? static_cast<const uint16_t*>(c.x) : nullptr, layout.tokens_in};
   const RouteParams route{state, w.routes, s, layout, c.ids, {dy, x}, c.router_weights, w.tokens_per_expert,
-                          w.rows_per_rank, extent_of(s).pairs};
+                          w.rows_per_rank, extent_of(s).pairs, shape_digest(s) ^ place.stamp};
   BackwardParams p = backward_params(c, w, route);
   int failed = encode_maps(driver, w.routed,
                            {c.gate, c.up, c.down, c.d_gate, c.d_up, c.d_down, c.weight_grad_bytes}, p.max_rows,

@@ -253,8 +253,8 @@ void CudaDriver::try_sharing(int device, Sharing sharing) const {
   if (!failure.empty()) throw std::runtime_error(failure);
 }
 
-void* CudaDriver::allocate_host(int64_t bytes) const {
-  const Context context(api_, 0);
+void* CudaDriver::allocate_host(int device, int64_t bytes) const {
+  const Context context(api_, device);
   void* memory = nullptr;
   check(api_.cuMemHostAlloc(&memory, size_t(bytes), kPortableMapped), "allocate pinned host memory");
   std::memset(memory, 0, size_t(bytes));

@@ -56,7 +56,7 @@ class CudaDriver {
   // Creates, exports, imports and reads a piece of memory. Throws what was refused.
   void try_sharing(int device, Sharing sharing) const;
   void free_addresses(uint8_t* at, int64_t bytes) const;
-  void* allocate_host(int64_t bytes) const;                     // zeroed; every device may write it
+  void* allocate_host(int device, int64_t bytes) const;         // zeroed; every device may write it
   void free_host(void* memory) const;
 
  private:

@@ -33,20 +33,25 @@ std::shared_ptr<CudaSeats> seats_for(const CudaDriver& driver, const std::string
   Process& p = process();
   // takes Python's lock, which must not be waited for under ours
   const CudaHost::Seating seating = p.host.seating(span, patience_s);
-  const std::string& name = seating.name;
+  const std::string name = seating.name;
+  auto share = [&p, name](const std::string& piece, int64_t bytes, const std::vector<MemoryHandle>& mine, double patience) {
+    return p.host.share(name, piece, bytes, mine, patience);
+  };
+  CallOrder::Agree agree;
+  if (!name.empty()) agree = [&p, name](uint64_t round, uint64_t next) { return p.host.agree(name, round, next); };
   std::lock_guard<std::mutex> lock(p.mutex);
-  std::shared_ptr<CudaSeats>& seats = p.seats[name];
-  if (seats == nullptr)
-    seats = std::make_shared<CudaSeats>(
-        driver, seating.devices, seating.sharing,
-        [&p, name](const std::string& piece, int64_t bytes, const std::vector<MemoryHandle>& mine, double patience) {
-          return p.host.share(name, piece, bytes, mine, patience);
-        },
-        name.empty() ? CallOrder::Agree()
-                     : [&p, name](uint64_t failed, uint64_t next, double patience) {
-                         return p.host.agree(name, failed, next, patience);
-                       });
+  if (const auto it = p.seats.find(name); it != p.seats.end()) return it->second;
+  const auto seats = std::make_shared<CudaSeats>(driver, seating.devices, seating.sharing, share, agree);
+  p.seats[name] = seats;
   return seats;
+}
+
+std::vector<std::shared_ptr<CudaSeats>> all_seats() {
+  Process& p = process();
+  std::lock_guard<std::mutex> lock(p.mutex);
+  std::vector<std::shared_ptr<CudaSeats>> all;
+  for (const auto& item : p.seats) all.push_back(item.second);
+  return all;
 }
 
 // One per call site of a compiled program, shared by all devices that run it.
@@ -55,6 +60,7 @@ struct CudaCall {
   const CudaDriver& driver;
   const std::shared_ptr<CudaSeats> seats;
   const CudaKernels kernels;
+  const uint64_t number;
   const bool spans_processes;
   std::atomic<uint64_t> first_generation{0};
 
@@ -86,7 +92,7 @@ xf::ErrorOr<std::unique_ptr<CudaCall>> prepare(const xf::Dictionary& attributes,
         process().host.load(main, s.hidden, s.inter, s.top_k, s.shared_inter, save, weight_grad_f32);
     const std::shared_ptr<CudaSeats> seats = seats_for(*driver, span, patience_s);
     if (s.ranks > 1) seats->reserve(cuda_arena_layout(s), max_blocks(s, kCudaTiles), patience_s);
-    return std::unique_ptr<CudaCall>(new CudaCall{*driver, seats, kernels, !span.empty()});
+    return std::unique_ptr<CudaCall>(new CudaCall{*driver, seats, kernels, site_number(main, attributes), !span.empty()});
   } catch (const std::exception& e) {
     return xf::Unexpected(xf::Error(xf::ErrorCode::kInternal, std::string("jax_mok: preparing a CUDA call failed: ") + e.what()));
   }
@@ -110,8 +116,8 @@ xf::Error enter(CudaCall* site, xf::RunId run, int32_t device, const xf::Diction
   entry->seat = seats.seat_of(device);
   if (entry->seat < 0)
     return xf::Error(xf::ErrorCode::kInternal, "jax_mok: GPU " + std::to_string(device) + " was not there when the first call was made");
-  if (c->shape.ranks > 1) entry->place = seats.order().enter(entry->seat, run.run_id, site, c->timeout_s);
-  else entry->place = {0, 0, seats.order().take_failure(entry->seat)};
+  if (c->shape.ranks > 1) entry->place = seats.order().enter(entry->seat, run.run_id, {site, site->number});
+  else entry->place = {0, 0, seats.order().take_failure(entry->seat), 0};
   const Status& raise = entry->place.raise;
   if (!raise.ok()) return to_error(raise, c->shape, c->timeout_s);
   if (site->is_first(entry->place.generation))
@@ -200,16 +206,22 @@ XLA_FFI_Error* with_registered_type(XLA_FFI_CallFrame* frame) {
 void set_cuda_host(CudaHost host) { process().host = std::move(host); }
 
 void forget_spanning_cuda_seats() {
+  std::vector<std::shared_ptr<CudaSeats>> gone;  // freed after the lock
   Process& p = process();
   std::lock_guard<std::mutex> lock(p.mutex);
-  for (auto it = p.seats.begin(); it != p.seats.end();) it = it->first.empty() ? std::next(it) : p.seats.erase(it);
+  for (auto it = p.seats.begin(); it != p.seats.end();) {
+    if (!it->first.empty()) gone.push_back(it->second);
+    it = it->first.empty() ? std::next(it) : p.seats.erase(it);
+  }
+}
+
+void stop_watching_cuda_seats() {
+  for (const auto& seats : all_seats()) seats->stop_watching();
 }
 
 int64_t cuda_held_bytes() {
-  Process& p = process();
-  std::lock_guard<std::mutex> lock(p.mutex);
   int64_t bytes = 0;
-  for (const auto& [name, seats] : p.seats) bytes += seats->bytes();
+  for (const auto& seats : all_seats()) bytes += seats->bytes();
   return bytes;
 }
 

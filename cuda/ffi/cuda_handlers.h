@@ -25,13 +25,16 @@ struct CudaHost {
   std::function<Seating(const std::string& span, double patience_s)> seating;
   std::function<std::vector<MemoryHandle>(const std::string& seating, const std::string& piece, int64_t bytes,
                                           const std::vector<MemoryHandle>& mine, double patience_s)> share;
-  std::function<uint64_t(const std::string& seating, uint64_t failed, uint64_t next, double patience_s)> agree;
+  // Called by a thread of its own.
+  std::function<uint64_t(const std::string& seating, uint64_t round, uint64_t next)> agree;
 };
 
 // Before any call.
 void set_cuda_host(CudaHost host);
 // Seats of several processes are of a job; in another one they come together anew.
 void forget_spanning_cuda_seats();
+// Before the end of the process takes Python and the driver away.
+void stop_watching_cuda_seats();
 
 // Bytes of device memory of this process's GPUs that arenas take.
 int64_t cuda_held_bytes();

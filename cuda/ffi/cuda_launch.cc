@@ -78,7 +78,7 @@ int launch_forward(const CudaDriver& driver, const CudaKernels& kernels, const C
       call_state(seats, seat, place, s, c.timeout_s, c.coords, w.routes.counters + Counter::failed, c.status);
   const Published x{static_cast<const uint16_t*>(c.x), layout.tokens_in};
   const RouteParams route{state, w.routes, s, layout, c.ids, {x, {}}, /*router_weights=*/nullptr, c.tokens_per_expert,
-                          c.rows_per_rank, extent_of(s).pairs};
+                          c.rows_per_rank, extent_of(s).pairs, shape_digest(s) ^ place.stamp};
   ForwardParams p{};
   if (const int failed = encode_maps(driver, c, w, w.rows_y, &p); failed != 0) return failed;
   fill_movers(c, route, &p);

@@ -3,8 +3,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <exception>
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 
 namespace mok::ffi {
 namespace {
@@ -26,20 +27,41 @@ CudaSeats::CudaSeats(const CudaDriver& driver, std::vector<int> devices, Sharing
     throw std::runtime_error(std::to_string(devices.size()) + " GPUs that exchange rows are more than " + std::to_string(kMaxSeats));
   for (int device : devices) {
     const bool here = device != kElsewhere;
-    seats_.push_back({device, here ? driver.multiprocessors(device) : 0, driver.reserve_addresses(SeatMemory::address_range)});
+    const std::shared_ptr<uint8_t> memory(driver.reserve_addresses(SeatMemory::address_range), [&driver](uint8_t* at) {
+      driver.free_addresses(at, SeatMemory::address_range);
+    });
+    seats_.push_back({device, here ? driver.multiprocessors(device) : 0, memory});
     if (!here) continue;
     ++local_seats_;
     granularity_ = std::max(granularity_, int64_t(driver.granularity(device)));
     if (std::find(users_.begin(), users_.end(), device) == users_.end()) users_.push_back(device);
   }
-  host_status_ = static_cast<HostStatus*>(driver.allocate_host(int64_t{count()} * int64_t{sizeof(HostStatus)}));
-  order_ = std::make_unique<CallOrder>(host_status_, count(), std::move(agree));
+  const bool watched = agree != nullptr;
+  calls_ = std::make_shared<Calls>(driver, users_.at(0), count(), std::move(agree));
+  if (watched) {
+    calls_->stopped = false;
+    std::thread(&CudaSeats::watch, calls_).detach();
+  }
+}
+
+CudaSeats::Calls::Calls(const CudaDriver& driver, int device, int32_t seats, CallOrder::Agree agree)
+    : statuses(static_cast<HostStatus*>(driver.allocate_host(device, int64_t{seats} * int64_t{sizeof(HostStatus)})),
+               [&driver](HostStatus* memory) { driver.free_host(memory); }),
+      order(statuses.get(), seats, std::move(agree)) {}
+
+void CudaSeats::watch(std::shared_ptr<Calls> calls) {
+  for (; !calls->stop; std::this_thread::sleep_for(std::chrono::milliseconds(5))) calls->order.watch();
+  calls->stopped = true;
+}
+
+void CudaSeats::stop_watching() {
+  calls_->stop = true;
+  for (int i = 0; i < 100 && !calls_->stopped; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
 }
 
 CudaSeats::~CudaSeats() {
+  calls_->stop = true;
   for (const Piece& piece : pieces_) driver_.unmap(piece.at, piece.bytes, piece.memory);
-  for (const Seat& seat : seats_) driver_.free_addresses(seat.memory, SeatMemory::address_range);
-  driver_.free_host(host_status_);
 }
 
 int32_t CudaSeats::seat_of(int device) const {
@@ -49,7 +71,7 @@ int32_t CudaSeats::seat_of(int device) const {
 }
 
 void CudaSeats::add_piece(const Seat& seat, const Region& region, int64_t bytes, uint64_t memory) {
-  uint8_t* const at = seat.memory + region.offset + region.bytes;
+  uint8_t* const at = seat.memory.get() + region.offset + region.bytes;
   try {
     driver_.map(at, bytes, memory, users_);
   } catch (...) {
@@ -65,33 +87,45 @@ void CudaSeats::grow(Region& region, int64_t bytes, double patience_s) {
   const size_t before = pieces_.size();
   std::vector<MemoryHandle> mine, all;
   std::exception_ptr failure;
-  try {
+  auto attempt = [&](auto act) {
+    try {
+      act();
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  };
+  attempt([&] {
     for (const Seat& seat : seats_) {
       if (seat.device == kElsewhere) continue;
       add_piece(seat, region, more, driver_.create(seat.device, more, sharing_));
-      driver_.zero_now(seat.device, seat.memory + region.offset + region.bytes, more);
+      driver_.zero_now(seat.device, pieces_.back().at, more);
       if (sharing_ != Sharing::none) mine.push_back(driver_.export_memory(pieces_.back().memory, sharing_));
     }
-    if (sharing_ != Sharing::none) {
-      all = share_(region.name + "/" + std::to_string(region.bytes), more, mine, patience_s);
-      for (size_t s = 0; s < seats_.size(); ++s)
+  });
+  if (sharing_ != Sharing::none) {
+    const std::string piece = region.name + "/" + std::to_string(region.bytes);
+    attempt([&] { all = share_(piece, failure ? -1 : more, mine, patience_s); });
+    attempt([&] {
+      for (size_t s = 0; !failure && s < seats_.size(); ++s)
         if (seats_[s].device == kElsewhere) add_piece(seats_[s], region, more, driver_.import_memory(all.at(s)));
-    }
-  } catch (const std::exception& e) {
-    failure = std::current_exception();
-    if (sharing_ != Sharing::none) broken_ = e.what();  // the others have gone on, or given up
-    for (; pieces_.size() > before; pieces_.pop_back())
-      driver_.unmap(pieces_.back().at, pieces_.back().bytes, pieces_.back().memory);
+    });
   }
   close_all(mine);
   close_all(all);
-  if (failure) std::rethrow_exception(failure);
+  if (failure) give_up(before, failure);
   region.bytes += more;
+}
+
+void CudaSeats::give_up(size_t pieces_before, std::exception_ptr failure) {
+  for (; pieces_.size() > pieces_before; pieces_.pop_back())
+    driver_.unmap(pieces_.back().at, pieces_.back().bytes, pieces_.back().memory);
+  if (sharing_ != Sharing::none) broken_ = failure;  // the others have gone on, or given up
+  std::rethrow_exception(failure);
 }
 
 void CudaSeats::reserve(const ArenaLayout& layout, int64_t max_blocks, double patience_s) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!broken_.empty()) throw std::runtime_error(broken_);
+  if (broken_) std::rethrow_exception(broken_);
   grow(front_, SeatMemory::row_flags + kMaxSeats * max_blocks * 8, patience_s);
   grow(rows_, layout.bytes, patience_s);
 }

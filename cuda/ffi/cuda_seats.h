@@ -5,7 +5,9 @@
 // of its own and maps that of the others, all in the same steps.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -21,7 +23,7 @@ constexpr int kElsewhere = -1;  // in the place of a device ordinal: a GPU of an
 
 // Gives the other processes this one's handles of a piece, and returns theirs in the order of seats, with empty ones in
 // the places of its own. All are the caller's to close. Blocks; throws if a process does not come, or comes with another
-// size.
+// size. A size of -1: there is nothing to give, let the others know.
 using Share = std::function<std::vector<MemoryHandle>(const std::string& piece, int64_t bytes,
                                                       const std::vector<MemoryHandle>& mine, double patience_s)>;
 
@@ -38,15 +40,17 @@ class CudaSeats {
   int32_t count() const { return int32_t(seats_.size()); }
   int32_t seat_of(int device) const;  // the first seat of a device, -1 = none
   int multiprocessors(int32_t seat) const { return seats_[size_t(seat)].multiprocessors; }
-  uint8_t* memory(int32_t seat) const { return seats_[size_t(seat)].memory; }
-  HostStatus* host_status(int32_t seat) const { return host_status_ + seat; }
+  uint8_t* memory(int32_t seat) const { return seats_[size_t(seat)].memory.get(); }
+  HostStatus* host_status(int32_t seat) const { return calls_->statuses.get() + seat; }
 
   // Makes room for calls of this layout on every seat. With other processes it takes part in this: all must call it in
   // the same order, and `patience_s` is for how long they are waited for.
   void reserve(const ArenaLayout& layout, int64_t max_blocks, double patience_s);
   int64_t bytes() const;  // of device memory of this process, all seats
 
-  CallOrder& order() { return *order_; }
+  CallOrder& order() { return calls_->order; }
+  // Before the driver goes away at the end of the process.
+  void stop_watching();
 
  private:
   struct Region {  // of every seat
@@ -60,9 +64,19 @@ class CudaSeats {
   };
   struct Seat {
     int device, multiprocessors;
-    uint8_t* memory;
+    std::shared_ptr<uint8_t> memory;  // addresses
   };
+  // What calls leave behind, and the thread that watches it where other processes wait for what it says. The thread may
+  // outlive the seats: it can be waiting for Python, whose lock may be held by who frees them.
+  struct Calls {
+    Calls(const CudaDriver& driver, int device, int32_t seats, CallOrder::Agree agree);
+    std::shared_ptr<HostStatus> statuses;
+    CallOrder order;
+    std::atomic<bool> stop{false}, stopped{true};
+  };
+  static void watch(std::shared_ptr<Calls> calls);
   void grow(Region& region, int64_t bytes, double patience_s);
+  [[noreturn]] void give_up(size_t pieces_before, std::exception_ptr failure);
   void add_piece(const Seat& seat, const Region& region, int64_t bytes, uint64_t memory);
 
   const CudaDriver& driver_;
@@ -73,9 +87,8 @@ class CudaSeats {
   int64_t granularity_ = 1, local_seats_ = 0;
   Region front_{"front", 0, 0}, rows_{"rows", SeatMemory::rows, 0};
   std::vector<Piece> pieces_;
-  HostStatus* host_status_ = nullptr;
-  std::unique_ptr<CallOrder> order_;  // with a lock of its own: making room waits for the GPU, calls there for their peers
-  std::string broken_;                // why room can no longer be made
+  std::shared_ptr<Calls> calls_;  // with a lock of its own: making room waits for the GPU, calls there for their peers
+  std::exception_ptr broken_;     // why room can no longer be made
   mutable std::mutex mutex_;
 };
 

@@ -100,8 +100,8 @@ void set_cuda_host(nb::callable load, nb::callable seating, nb::callable share, 
       return all;
     });
   };
-  host.agree = [f](const std::string& seating, uint64_t failed, uint64_t next, double patience_s) {
-    return with_python([&] { return nb::cast<uint64_t>(f->agree(seating, failed, next, patience_s)); });
+  host.agree = [f](const std::string& seating, uint64_t round, uint64_t next) {
+    return with_python([&] { return nb::cast<uint64_t>(f->agree(seating, round, next)); });
   };
   mok::ffi::set_cuda_host(std::move(host));
 }
@@ -143,7 +143,7 @@ int launch_at(const mok::ffi::CudaSeats& seats, int32_t seat, uint64_t generatio
               const std::vector<uintptr_t>& addresses, uintptr_t stream, int multiprocessors) {
   return kLaunch(*mok::ffi::CudaDriver::get(),
                  {reinterpret_cast<void*>(kernels.first), reinterpret_cast<void*>(kernels.second)}, seats, seat,
-                 {generation, acknowledged, {}}, kCall(inputs_at(shape, timeout_s, addresses), addresses),
+                 {generation, acknowledged, {}, 0}, kCall(inputs_at(shape, timeout_s, addresses), addresses),
                  reinterpret_cast<void*>(stream), multiprocessors);
 }
 
@@ -166,6 +166,7 @@ void set_board(nb::callable post, nb::callable read) {
         });
       },
   });
+  const nb::gil_scoped_release released;
   mok::ffi::forget_spanning_cuda_seats();
 }
 
@@ -180,7 +181,9 @@ NB_MODULE(_native, m) {
   m.def("set_cuda_host", &set_cuda_host,
         "Takes the functions of a CudaHost: load(main kernel's name, hidden, inter, top_k, shared_inter, save, "
         "weight_grad_f32) -> addresses of (route kernel, main kernel); seating(span, seconds) -> (name, CUDA ordinals or -1, way to share memory); "
-        "share(seating, piece, bytes, handles, seconds) -> all handles; agree(seating, failed, next, seconds) -> call.");
+        "share(seating, piece, bytes, handles, seconds) -> all handles; agree(seating, round, next) -> call.");
+  m.def("stop_watching", &mok::ffi::stop_watching_cuda_seats, nb::call_guard<nb::gil_scoped_release>(),
+        "Ends the threads that watch GPUs of EP groups that span processes.");
   m.def("cuda_devices", [] {
     const auto* driver = mok::ffi::CudaDriver::get();
     return driver == nullptr ? 0 : driver->devices();

@@ -64,6 +64,11 @@ def reservation(call: Call, backend: str) -> str | None:
 
 
 def _cuda_refusal(call: Call) -> str | None:
+    if call.span == processes.ALL_DEVICES and call.ranks <= jax.local_device_count():
+        return (
+            f"it cannot be told whether each group of axis {call.axis!r} is in one process; name the mesh with "
+            "jax.set_mesh(mesh) around the call, or with jax_mok.moe(..., mesh=mesh)"
+        )
     if call.ranks > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         return "CUDA_LAUNCH_BLOCKING=1 lets no rank start before the one in front of it has ended; unset it"
     if call.tokens == 0:

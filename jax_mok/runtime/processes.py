@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import threading
 from collections.abc import Hashable
@@ -17,13 +18,14 @@ from jax_mok.runtime import sharing
 from jax_mok.runtime.sharing import Seating
 
 UNKNOWN: Final = "?"
-_ALL_DEVICES: Final = "all"
+ALL_DEVICES: Final = "all"
 
 _native: Any = None
 _devices: dict[
     str, list[Any]
 ] = {}  # by span: those of its mesh that this process's devices exchange rows with, and they
 _seatings: dict[str, Seating] = {}  # by name
+_refused: dict[str, str] = {}  # by name: why there is no seating
 _lock = threading.Lock()
 _job: Any = None  # the client of jax.distributed that the native side's groups belong to
 
@@ -33,6 +35,7 @@ def attach(native: Any) -> None:
     global _native
     _native = native
     native.set_board(_post, _read)
+    atexit.register(native.stop_watching)
 
 
 def span_of(mesh: Any, axis: Hashable | None) -> str:
@@ -42,12 +45,12 @@ def span_of(mesh: Any, axis: Hashable | None) -> str:
     ``""`` if every group is in one process. :data:`UNKNOWN` if the mesh is abstract and its devices may or may not be
     those of one process.
     """
+    _notice_new_job()
     if axis is None or mesh is None or jax.process_count() == 1:
         return ""
-    _notice_new_job()
     concrete = mesh if isinstance(mesh, Mesh) else get_concrete_mesh()
     if dict(concrete.shape) != dict(mesh.shape):  # none, or not the one of the surrounding shard_map
-        return _ALL_DEVICES if mesh.size > jax.local_device_count() else UNKNOWN
+        return ALL_DEVICES if mesh.size > jax.local_device_count() else UNKNOWN
     groups = np.moveaxis(concrete.devices, concrete.axis_names.index(axis), -1).reshape(-1, concrete.shape[axis])
     if all(len({device.process_index for device in group}) == 1 for group in groups):
         return ""
@@ -79,9 +82,15 @@ def gpu_seating(span: str, patience_s: float) -> tuple[str, list[int], str]:
     owners = [(d.process_index, d.id) for d in devices]
     name = sharing.name_of(owners)
     with _lock:
+        if name in _refused:  # the others know; asking them again would be out of step
+            raise RuntimeError(_refused[name])
         if name not in _seatings:
             refusals = {way: _native.cuda_sharing_refusal(mine, way) for way in (sharing.FABRIC, sharing.FILES)}
-            _seatings[name] = Seating(owners, me, sharing.Board(_post, _read), refusals, patience_s)
+            try:
+                _seatings[name] = Seating(owners, me, sharing.Board(_post, _read), refusals, patience_s)
+            except Exception as error:
+                _refused[name] = str(error)
+                raise
         return name, ordinals, _seatings[name].way
 
 
@@ -90,9 +99,9 @@ def gpu_share(name: str, piece: str, size: int, handles: list[Any], patience_s: 
     return _seatings[name].share(piece, size, handles, patience_s)
 
 
-def gpu_agree(name: str, failed: int, following: int, patience_s: float) -> int:
+def gpu_agree(name: str, number: int, following: int) -> int:
     """See :meth:`Seating.agree`."""
-    return _seatings[name].agree(failed, following, patience_s)
+    return _seatings[name].agree(number, following)
 
 
 def _notice_new_job() -> None:
@@ -101,7 +110,10 @@ def _notice_new_job() -> None:
     if _job is not distributed.global_state.client:
         if _job is not None and _native is not None:
             _native.set_board(_post, _read)
+            for seating in _seatings.values():
+                seating.close()
             _seatings.clear()
+            _refused.clear()
         _job = distributed.global_state.client
 
 

@@ -5,7 +5,9 @@ file descriptors go from process to process by Unix sockets, which the processes
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -13,7 +15,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,6 +28,8 @@ ELSEWHERE: Final = -1  # in the place of a CUDA ordinal: a GPU of another proces
 _IN_ORDER = "all processes must compile the same programs that contain the layer, in the same order"
 _MOST_HANDLES = 128
 _LONGEST_NAME = 1024  # bytes
+_LETTER_S = 5.0  # from the connection to the letter
+_AGREEMENT_S = 10.0  # the processes have a thread each that does nothing but answer
 
 
 class Board(NamedTuple):
@@ -33,6 +37,11 @@ class Board(NamedTuple):
 
     post: Callable[[str, str], None]
     read: Callable[[str, float], str | None]
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 class Mailbox:
@@ -49,18 +58,40 @@ class Mailbox:
 
     def _receive(self) -> None:
         while True:
-            connection, _ = self._socket.accept()
-            with connection:
-                text, fds, _, _ = socket.recv_fds(connection, _LONGEST_NAME, _MOST_HANDLES)
-                _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user != os.getuid():
-                for fd in fds:
-                    os.close(fd)
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # closed, or too many open files: then the sender's letter is missed, and that is said
+                if self._socket.fileno() < 0:
+                    return
+                time.sleep(0.1)
                 continue
+            with connection:
+                self._take_letter(connection)
+
+    def _take_letter(self, connection: socket.socket) -> None:
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():
+            return
+        connection.settimeout(_LETTER_S)
+        fds: list[int] = []
+        try:
+            text, fds, _, _ = socket.recv_fds(connection, _LONGEST_NAME, _MOST_HANDLES)
             name, sender = json.loads(text)
-            with self._news:
-                self._letters[name, sender] = fds
-                self._news.notify_all()
+        except (OSError, ValueError):  # a process that ended on the way
+            _close(fds)
+            return
+        with self._news:
+            self._letters[name, sender] = fds
+            self._news.notify_all()
+
+    def close(self) -> None:
+        """Takes no more letters, and throws those away that nobody took."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the wait in accept
+        self._socket.close()
+        with self._news:
+            _close(itertools.chain(*self._letters.values()))
+            self._letters.clear()
 
     def take(self, name: str, sender: int, seconds: float) -> list[int]:
         """The descriptors that ``sender`` has sent by this name, now the caller's. Raises ``TimeoutError``."""
@@ -145,7 +176,8 @@ class Seating:
 
     def share(self, piece: str, size: int, handles: Sequence[Any], patience_s: float) -> list[Any]:
         """Handles of a piece of memory of ``size`` bytes on each GPU: gives those of this process, returns the others',
-        ``None`` in the places of its own. Raises ``TimeoutError``, or ``RuntimeError`` if sizes differ."""
+        ``None`` in the places of its own. A size of -1 says that this process could not make its memory. Raises
+        ``TimeoutError``, or in all of them ``RuntimeError`` if one could not, or if sizes differ."""
         letter: dict[str, Any] = {"bytes": size}
         if self._mailbox is None:
             letter["handles"] = [handle.hex() for handle in handles]
@@ -154,6 +186,9 @@ class Seating:
         found = map(json.loads, self._gather(piece, json.dumps(letter), patience_s))
         letters = dict(zip(self.processes, found, strict=True))
         sizes = {process: one["bytes"] for process, one in letters.items()}
+        without = [process for process, size in sizes.items() if size < 0]
+        if without:
+            raise RuntimeError(f"no memory of GPUs is shared: processes {without} could not make theirs, and say why")
         if len(set(sizes.values())) > 1:
             raise RuntimeError(f"processes ask for arenas of different sizes ({sizes} bytes by process); {_IN_ORDER}")
         del letters[self.me]
@@ -166,18 +201,32 @@ class Seating:
     def _trade(
         self, mailbox: Mailbox, name: str, letters: dict[int, Any], fds: Sequence[int], patience_s: float
     ) -> dict[int, list[int]]:
-        for letter in letters.values():
-            Mailbox.send(letter["address"], name, self.me, fds)
-        deadline = time.monotonic() + patience_s
-        return {process: mailbox.take(name, process, max(0.0, deadline - time.monotonic())) for process in letters}
-
-    def agree(self, failed: int, following: int, patience_s: float) -> int:
-        """The latest of the calls that each process would make next when it hears that call ``failed`` did; 0 if one
-        of them does not answer."""
+        for process, letter in letters.items():
+            try:
+                Mailbox.send(letter["address"], name, self.me, fds)
+            except OSError as error:
+                raise RuntimeError(f"process {process} takes no memory of GPUs by {FILES}: {error}") from error
+        deadline, found = time.monotonic() + patience_s, dict[int, list[int]]()
         try:
-            return max(map(int, self._gather(f"failure/{failed}", str(following), patience_s)))
+            for process in letters:
+                found[process] = mailbox.take(name, process, max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            _close(itertools.chain(*found.values()))
+            raise
+        return found
+
+    def agree(self, number: int, following: int) -> int:
+        """The latest of the calls that each process would make next when it hears of a failure; ``number`` counts the
+        failures. 0 if one of them does not answer."""
+        try:
+            return max(map(int, self._gather(f"failure/{number}", str(following), _AGREEMENT_S)))
         except TimeoutError:
             return 0
+
+    def close(self) -> None:
+        """Takes no more part."""
+        if self._mailbox is not None:
+            self._mailbox.close()
 
 
 def _host() -> str:

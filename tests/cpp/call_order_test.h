@@ -2,6 +2,9 @@
 #pragma once
 
 #include <algorithm>
+#include <future>
+#include <stdexcept>
+#include <thread>
 
 #include "../../cuda/ffi/call_order.h"
 #include "check.h"
@@ -22,78 +25,121 @@ struct Seats {
 };
 
 void test_call_order() {
-  const int sites[2] = {};
+  const ffi::SiteKey sites[2] = {{&sites[0], 1}, {&sites[1], 2}};
   Seats s(3);
   // by run and site, and a loop's second round is another call
-  CHECK(s.order.enter(0, 7, &sites[0]).generation == 1, "first call");
-  CHECK(s.order.enter(0, 7, &sites[1]).generation == 2, "another site");
-  CHECK(s.order.enter(0, 7, &sites[0]).generation == 3, "the same site again");
-  CHECK(s.order.enter(1, 7, &sites[0]).generation == 1, "a peer takes the calls in the same order");
-  CHECK(s.order.enter(1, 7, &sites[0]).generation == 3, "and its second round, too");
-  CHECK(s.order.enter(1, 7, &sites[1]).generation == 2, "whatever came between");
-  CHECK(s.order.enter(1, 8, &sites[1]).generation == 4, "another run");
+  CHECK(s.order.enter(0, 7, sites[0]).generation == 1, "first call");
+  CHECK(s.order.enter(0, 7, sites[1]).generation == 2, "another site");
+  CHECK(s.order.enter(0, 7, sites[0]).generation == 3, "the same site again");
+  CHECK(s.order.enter(1, 7, sites[0]).generation == 1, "a peer takes the calls in the same order");
+  CHECK(s.order.enter(1, 7, sites[0]).generation == 3, "and its second round, too");
+  CHECK(s.order.enter(1, 7, sites[1]).generation == 2, "whatever came between");
+  CHECK(s.order.enter(1, 8, sites[1]).generation == 4, "another run");
 
   // one seat is told of its failure before, the other after the first seat of the next call came: all raise, once
   s.fail(0, 4, Code::id_out_of_range, 1);
-  const auto first = s.order.enter(0, 9, &sites[0]);
+  const auto first = s.order.enter(0, 9, sites[0]);
   CHECK(first.raise.code == Code::id_out_of_range && first.raise.rank == 1 && first.raise.value == 5, "raised");
   CHECK(first.acknowledged == 4, "and acknowledged");
   s.fail(1, 4, Code::id_out_of_range, 1);
-  const auto second = s.order.enter(1, 9, &sites[0]);
+  const auto second = s.order.enter(1, 9, sites[0]);
   CHECK(second.generation == first.generation && second.raise.code == Code::id_out_of_range, "by the peer, too");
   for (int32_t seat = 0; seat < 2; ++seat) {
-    CHECK(s.order.enter(seat, 10, &sites[0]).raise.ok(), "once");
+    CHECK(s.order.enter(seat, 10, sites[0]).raise.ok(), "once");
     CHECK(s.statuses[size_t(seat)].code == 0, "and forgotten");
   }
 
   // a failure that comes to light after the first seat has entered waits for the next call
-  CHECK(s.order.enter(0, 11, &sites[0]).raise.ok(), "nothing yet");
+  CHECK(s.order.enter(0, 11, sites[0]).raise.ok(), "nothing yet");
   s.fail(1, 6, Code::peer_timeout, 2);
-  CHECK(s.order.enter(1, 11, &sites[0]).raise.ok(), "no rank raises alone");
-  CHECK(s.order.enter(0, 12, &sites[0]).raise.code == Code::peer_timeout, "all raise in the next call");
-  CHECK(s.order.enter(1, 12, &sites[0]).raise.code == Code::peer_timeout, "all raise in the next call");
-  CHECK(s.order.enter(1, 13, &sites[0]).raise.ok() && s.order.enter(0, 13, &sites[0]).raise.ok(), "once");
+  CHECK(s.order.enter(1, 11, sites[0]).raise.ok(), "no rank raises alone");
+  CHECK(s.order.enter(0, 12, sites[0]).raise.code == Code::peer_timeout, "all raise in the next call");
+  CHECK(s.order.enter(1, 12, sites[0]).raise.code == Code::peer_timeout, "all raise in the next call");
+  CHECK(s.order.enter(1, 13, sites[0]).raise.ok() && s.order.enter(0, 13, sites[0]).raise.ok(), "once");
 
   // calls without peers
   s.fail(2, 0, Code::over_capacity, 0);
   CHECK(s.order.take_failure(2).code == Code::over_capacity && s.order.take_failure(2).ok(), "once");
   s.fail(2, 0, Code::over_capacity, 0);
-  CHECK(s.order.enter(0, 14, &sites[0]).raise.code == Code::over_capacity, "raised by a call with peers");
-  CHECK(s.order.enter(2, 14, &sites[0]).raise.code == Code::over_capacity, "on all of them");
+  CHECK(s.order.enter(0, 14, sites[0]).raise.code == Code::over_capacity, "raised by a call with peers");
+  CHECK(s.order.enter(2, 14, sites[0]).raise.code == Code::over_capacity, "on all of them");
   CHECK(s.order.take_failure(2).ok(), "once");
 }
 
 // One process's part of seats that several share: seat 1 is another's.
 void test_call_order_of_several_processes() {
-  const int site = 0;
-  uint64_t asked = 0, answer = 0;
-  Seats s(2, [&](uint64_t failed, uint64_t next, double patience_s) {
-    CHECK(patience_s == 3, "as long as a call waits");
-    asked = failed;
+  const ffi::SiteKey site{&site, 7};
+  uint64_t asked = 0, asked_next = 0, answer = 0;
+  Seats s(2, [&](uint64_t round, uint64_t next) {
+    asked = round;
+    asked_next = next;
     return answer == 0 ? 0 : std::max(answer, next);
   });
-  auto enter = [&] { return s.order.enter(0, 1, &site, 3); };
+  auto enter = [&] { return s.order.enter(0, 1, site); };
+  s.order.watch();
   CHECK(enter().generation == 1 && enter().generation == 2 && asked == 0, "nothing to agree on");
   s.fail(0, 1, Code::id_out_of_range, 1);
-  answer = 5;  // the other process is two calls ahead
-  CHECK(enter().raise.ok() && asked == 1, "not yet");
-  asked = 0;
-  CHECK(enter().acknowledged == 0 && asked == 0, "they are asked once");
+  CHECK(enter().raise.ok(), "not agreed on yet");
+  answer = 6;  // the other process is two calls ahead
+  s.order.watch();
+  CHECK(asked == 1 && asked_next == 4, "the first question");
+  for (int call = 4; call < 6; ++call) CHECK(enter().acknowledged == 0, "not yet");
+  s.order.watch();
+  CHECK(asked == 1, "they are asked once");
+  s.fail(1, 3, Code::over_capacity, 0);  // comes to light here before that call, in another process after it
   const auto raised = enter();
-  CHECK(raised.generation == 5 && raised.raise.code == Code::id_out_of_range && raised.acknowledged == 1, "together");
-  CHECK(enter().raise.ok() && s.statuses[0].code == 0, "once");
-  s.fail(0, 6, Code::over_capacity, 1);
+  CHECK(raised.generation == 6 && raised.raise.code == Code::id_out_of_range && raised.acknowledged == 5, "together");
+  s.order.watch();
+  CHECK(enter().raise.ok() && s.statuses[0].code == 0 && asked == 1, "once");
+  s.fail(0, 7, Code::over_capacity, 1);
   answer = 1;  // the other is behind
-  CHECK(enter().raise.code == Code::over_capacity && enter().raise.ok(), "at once");
+  s.order.watch();
+  CHECK(asked == 2 && enter().raise.code == Code::over_capacity && enter().raise.ok(), "at once");
 
-  s.fail(0, 8, Code::peer_timeout, 1);
+  s.fail(0, 9, Code::peer_timeout, 1);
+  s.order.watch();
   for (int i = 0; i < 3; ++i) CHECK(enter().raise.code == Code::peer_timeout, "the end");
-  CHECK(asked == 6, "nobody is asked who may be dead");
+  CHECK(asked == 2, "nobody is asked who may be dead");
 
-  Seats alone(2, [](uint64_t, uint64_t, double) { return uint64_t{0}; });
-  CHECK(alone.order.enter(0, 1, &site).generation == 1, "first call");
-  alone.fail(0, 1, Code::id_out_of_range, 0);
-  for (int i = 0; i < 3; ++i) CHECK(alone.order.enter(0, 1, &site).raise.code == Code::id_out_of_range, "no answer: the end");
+  for (const bool throws : {false, true}) {
+    Seats alone(2, [=](uint64_t, uint64_t) -> uint64_t {
+      if (throws) throw std::runtime_error("no key-value store");
+      return 0;
+    });
+    CHECK(alone.order.enter(0, 1, site).generation == 1, "first call");
+    alone.fail(0, 1, Code::id_out_of_range, 0);
+    alone.order.watch();
+    for (int i = 0; i < 3; ++i) CHECK(alone.order.enter(0, 1, site).raise.code == Code::id_out_of_range, "no answer: the end");
+  }
+}
+
+// A seat that catches up with a call passes while the processes agree, and a new call waits for what they say.
+void test_no_call_starts_while_processes_agree() {
+  const ffi::SiteKey site{&site, 7};
+  std::promise<void> asked, answered;
+  Seats s(2, [&](uint64_t, uint64_t next) {
+    asked.set_value();
+    answered.get_future().wait();
+    return next;
+  });
+  CHECK(s.order.enter(0, 1, site).generation == 1, "first call");
+  s.fail(0, 1, Code::id_out_of_range, 0);
+  std::thread watcher([&] { s.order.watch(); });
+  asked.get_future().wait();
+  CHECK(s.order.enter(1, 1, site).generation == 1, "its peer in the same call");
+  auto next = std::async(std::launch::async, [&] { return s.order.enter(0, 2, site); });
+  CHECK(next.wait_for(std::chrono::milliseconds(50)) == std::future_status::timeout, "waits");
+  answered.set_value();
+  CHECK(next.get().raise.code == Code::id_out_of_range, "raises what was agreed on");
+  watcher.join();
+}
+
+void test_stamps_of_calls() {
+  const ffi::SiteKey a{&a, 7}, b{&b, 8};
+  Seats here(1), there(1);
+  const uint64_t first = here.order.enter(0, 1, a).stamp, second = here.order.enter(0, 2, a).stamp;
+  CHECK(first == there.order.enter(0, 5, a).stamp && second == there.order.enter(0, 6, a).stamp, "the same in all processes");
+  CHECK(first != second && second != here.order.enter(0, 3, b).stamp, "of one call only");
 }
 
 }  // namespace
