@@ -27,12 +27,7 @@ def run_case(tmp_path: Path, processes: int, *scenario: Any, code: int = 0) -> l
     """What each process found, ``None`` for one that did not live to say it."""
     command = [sys.executable, "-m", "jax_mok", "launch", "-n", processes, "--devices-per-process", 1, CASES]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "PYTHONPATH": os.pathsep.join(paths),
-        # XLA's autotuner lets processes work for each other, which one GPU for all of them does not bear (0.11.2)
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_shard_autotuning=false",
-    }
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [*map(str, [*command, scenario[0], tmp_path, *scenario[1:]])],
         env={**os.environ, **environment, "JAX_PLATFORMS": "cuda,cpu"},
