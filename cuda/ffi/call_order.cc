@@ -1,12 +1,14 @@
 #include "call_order.h"
 
 #include <algorithm>
+#include <chrono>
 #include <exception>
 #include <iterator>
 
 namespace mok::ffi {
 namespace {
 
+constexpr auto kLongestAgreement = std::chrono::seconds(20);  // above that of the question itself
 constexpr size_t kCallsKept = 1 << 14;  // ranks leave a call together, so none is ever that far behind
 
 // Filled in by a kernel, the code last.
@@ -33,8 +35,8 @@ const HostStatus* CallOrder::unraised() const {
 CallOrder::Place CallOrder::next_place(const SiteKey& site) {
   const uint64_t next = ++last_generation_, stamp = site.number * 0x9e3779b97f4a7c15ull + ++visits_[site.number];
   const HostStatus* const failed = unraised();
-  // one that is not agreed on yet: the call ends at once, for the device knows of the failure
-  if (failed == nullptr || (agree_ && !ended_ && (raise_in_ == 0 || next < raise_in_))) return {next, acknowledged_, {}, stamp};
+  // before the call that raises: it ends at once, for the device knows of the failure
+  if (failed == nullptr || (agree_ && !ended_ && next < raise_in_)) return {next, acknowledged_, {}, stamp};
   const Status raise = failure_of(*failed);
   if (ended_) return {next, acknowledged_, raise, stamp};
   raise_in_ = 0;
@@ -52,12 +54,20 @@ CallOrder::Call* CallOrder::find(int32_t seat, int64_t run, const SiteKey& site)
   return it == calls_.end() ? nullptr : &*it;
 }
 
+// A failure that this process knows of has a call that raises it before another call starts.
+void CallOrder::wait_for_agreement(std::unique_lock<std::mutex>& lock) {
+  auto settled = [&] { return !asking_ && (ended_ || raise_in_ != 0 || unraised() == nullptr); };
+  if (settled()) return;
+  if (!asking_) ended_ = !is_judged(failure_of(*unraised()).code);
+  if (!ended_ && !decided_.wait_for(lock, kLongestAgreement, settled)) ended_ = true;  // nobody watches any more
+}
+
 CallOrder::Place CallOrder::enter(int32_t seat, int64_t run, const SiteKey& site) {
   std::unique_lock<std::mutex> lock(mutex_);
   Call* call = find(seat, run, site);
-  if (call == nullptr && deciding_) {
-    decided_.wait(lock, [&] { return !deciding_; });
-    call = find(seat, run, site);
+  if (call == nullptr && agree_) {
+    wait_for_agreement(lock);
+    call = find(seat, run, site);  // a peer of this process may have been faster
   }
   if (call == nullptr) {
     calls_.push_back({next_place(site), run, site.address, std::vector<bool>(size_t(seats_))});
@@ -66,8 +76,8 @@ CallOrder::Place CallOrder::enter(int32_t seat, int64_t run, const SiteKey& site
   }
   call->entered[size_t(seat)] = true;
   HostStatus& mine = statuses_[seat];
-  const bool raised = mine.generation == 0 ? !call->place.raise.ok() : mine.generation <= acknowledged_;
-  if (code_of(mine) != 0 && raised && !ended_) forget(mine);
+  if (code_of(mine) != 0 && !ended_ && (mine.generation == 0 ? !call->place.raise.ok() : mine.generation <= acknowledged_))
+    forget(mine);
   return call->place;
 }
 
@@ -76,8 +86,8 @@ void CallOrder::watch() {
   const HostStatus* const failed = unraised();
   if (failed == nullptr || ended_ || raise_in_ != 0) return;
   ended_ = !is_judged(failure_of(*failed).code);
-  if (ended_) return;
-  deciding_ = true;
+  if (ended_) return decided_.notify_all();
+  asking_ = true;
   const uint64_t round = ++rounds_, next = last_generation_ + 1;
   lock.unlock();
   uint64_t latest = 0;
@@ -88,7 +98,7 @@ void CallOrder::watch() {
   lock.lock();
   raise_in_ = latest;
   ended_ = latest == 0;
-  deciding_ = false;
+  asking_ = false;
   decided_.notify_all();
 }
 

@@ -47,7 +47,7 @@ class CallOrder {
   // What a seat's earlier call left behind, for a call without peers. Such calls have no generation: it is 0.
   Status take_failure(int32_t seat);
   // Of seats of several processes: looks for a failure, and agrees on when to raise it. To be called again and again by a
-  // thread that waits for nothing else, for the other processes wait for the answer. No call starts meanwhile.
+  // thread that waits for nothing else: the other processes wait for the answer, and so does every new call here.
   void watch();
 
  private:
@@ -59,6 +59,7 @@ class CallOrder {
   };
 
   Call* find(int32_t seat, int64_t run, const SiteKey& site);
+  void wait_for_agreement(std::unique_lock<std::mutex>& lock);
   const HostStatus* unraised() const;
   Place next_place(const SiteKey& site);
 
@@ -71,7 +72,7 @@ class CallOrder {
   std::map<uint64_t, uint64_t> visits_;  // by number of the site
   uint64_t last_generation_ = 0, acknowledged_ = 0;
   uint64_t rounds_ = 0, raise_in_ = 0;       // raise_in_: the call that raises, once that is agreed on
-  bool deciding_ = false, ended_ = false;  // ended_: nothing more will run
+  bool asking_ = false, ended_ = false;      // ended_: nothing more will run
 };
 
 }  // namespace mok::ffi

@@ -19,7 +19,8 @@ int main(int count, char** arguments) {
   run("backward tasks", test_backward_tasks);
   run("order of calls on GPUs", test_call_order);
   run("order of calls on GPUs of several processes", test_call_order_of_several_processes);
-  run("no call while processes agree", test_no_call_starts_while_processes_agree);
+  run("no call before processes agree", test_no_call_starts_before_processes_agree);
+  run("processes raise in the same calls", test_processes_raise_in_the_same_calls);
   run("stamps of calls", test_stamps_of_calls);
   run("layer against oracle", test_layer);
   run("f32 weight gradients", test_f32_weight_grads);
