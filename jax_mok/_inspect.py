@@ -30,8 +30,8 @@ class CallInfo:
     routed slot, plus the shared expert; with recomputation backward adds the gate and up products again).
     ``link_bytes`` are the bytes that a rank reads from its peers for such a batch. ``residual_bytes`` is what the
     forward call keeps for the backward call, room for the worst case counted. ``arena_bytes`` is the rank's symmetric
-    arena, shared by all calls of the process and outside XLA's memory. ``weight_grads`` is the dtype of the weights'
-    gradients (of a backward call).
+    arena, shared by all calls of the process and outside XLA's memory. ``workspace_bytes`` is XLA's memory that a call on
+    a GPU works in; 0 on CPUs. ``weight_grads`` is the dtype of the weights' gradients (of a backward call).
     """
 
     target: str
@@ -52,17 +52,19 @@ class CallInfo:
     link_bytes: int
     residual_bytes: int
     arena_bytes: int | None
+    workspace_bytes: int
 
     def __str__(self) -> str:
         shared = f" I_s {self.shared_inter}" if self.shared_inter else ""
         arena = "unknown (native module not built)" if self.arena_bytes is None else f"{self.arena_bytes:,} B"
+        space = f", work space {self.workspace_bytes:,} B" if self.workspace_bytes else ""
         grads = "" if self.weight_grads is None else f", weight gradients {self.weight_grads}"
         return (
             f"{self.target}: T {self.tokens} H {self.hidden} I {self.inter}{shared} E {self.experts} K {self.top_k} "
             f"{self.dtype}, EP {self.ranks} over axis {self.axis or '-'!r}\n"
             f"    residuals {self.residuals} ({self.residual_bytes:,} B), capacity {self.max_rows} rows, "
             f"timeout {self.timeout_s:g} s{grads}\n"
-            f"    {self.flops / 1e9:,.3f} GFLOP, {self.link_bytes:,} B over the link, arena {arena}"
+            f"    {self.flops / 1e9:,.3f} GFLOP, {self.link_bytes:,} B over the link, arena {arena}{space}"
         )
 
 
@@ -112,7 +114,10 @@ def _parse_call(line: str) -> CallInfo | None:
     operands = _operand_shapes(line)
     (dtype, (tokens, hidden)), (_, (_, top_k)) = operands[1], operands[2]
     inter, shared_inter = operands[4][1][-1], operands[7][1][-1]
-    return _describe(target[1], dtype, tokens, hidden, inter, shared_inter, top_k, attributes)
+    # the last result; a call on CPUs needs none
+    workspace = re.search(r"u8\[(\d+)\]\S*\) custom-call\(|tensor<(\d+)xui8>\)", line)
+    space = 0 if workspace is None else int(workspace[1] or workspace[2])
+    return _describe(target[1], dtype, tokens, hidden, inter, shared_inter, top_k, space, attributes)
 
 
 def _operand_shapes(line: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -137,6 +142,7 @@ def _describe(
     inter: int,
     shared_inter: int,
     top_k: int,
+    workspace_bytes: int,
     attributes: dict[str, str],
 ) -> CallInfo:
     ranks, experts, max_rows = (int(attributes[k]) for k in ("ranks", "experts", "max_rows"))
@@ -149,9 +155,13 @@ def _describe(
     rows_moved = 2 + (1 if recompute else 0)
     shape = (ranks, experts, top_k, element, tokens, hidden, inter, shared_inter, max_rows)
     native = None if runtime.load_error() else runtime.native()
+    rows, arena, of_gpu = 0, None, workspace_bytes > 0
+    if native is not None:
+        rows = (native.cuda_padded_rows if of_gpu else native.padded_rows)(shape)
+        arena = (native.cuda_arena_bytes(shape) if ranks > 1 else 0) if of_gpu else native.arena_bytes(shape)
     kept = 0
     if not backward and saved and native is not None:
-        kept = native.padded_rows(shape) * (hidden + 2 * inter) * element + tokens * 2 * shared_inter * element
+        kept = rows * (hidden + 2 * inter) * element + tokens * 2 * shared_inter * element
     return CallInfo(
         target=target,
         tokens=tokens,
@@ -170,7 +180,8 @@ def _describe(
         flops=products * hidden * (slots * inter + tokens * shared_inter),
         link_bytes=remote * (rows_moved * hidden * element + (8 if backward else 0)),
         residual_bytes=kept,
-        arena_bytes=None if native is None else native.arena_bytes(shape),
+        arena_bytes=arena,
+        workspace_bytes=workspace_bytes,
     )
 
 

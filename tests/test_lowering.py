@@ -109,6 +109,22 @@ def test_inspect_tells_shapes_flops_bytes():
     assert "jax_mok_backward" in str(mok.inspect(step.compile()))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inspect_knows_a_program_for_gpus_by_its_work_space(compiled):
+    from jax_mok import runtime
+
+    _, step = programs(mesh_of(4))
+    text = (step.compile() if compiled else step).as_text()
+    for_gpus = text.replace("u8[0]", "u8[4096]").replace("0xui8", "4096xui8")
+    on_cpu, on_gpu = (mok.inspect(t).calls for t in (text, for_gpus))
+    assert [c.workspace_bytes for c in on_cpu] == [0, 0]
+    assert [c.workspace_bytes for c in on_gpu] == [4096, 4096]
+    shape = (4, 8, 2, 2, 16, 48, 32, 0, 128)
+    assert on_gpu[0].arena_bytes == runtime.native().cuda_arena_bytes(shape) != on_cpu[0].arena_bytes
+    assert on_gpu[0].residual_bytes == runtime.native().cuda_padded_rows(shape) * (48 + 2 * 32) * 2
+    assert "work space 4,096 B" in str(on_gpu[0])
+
+
 def test_inspect_of_a_program_without_the_layer():
     report = mok.inspect(jax.jit(lambda x: x + 1).lower(1.0))
     assert report.calls == ()
