@@ -30,8 +30,8 @@ class CallInfo:
     routed slot, plus the shared expert; with recomputation backward adds the gate and up products again).
     ``link_bytes`` are the bytes that a rank reads from its peers for such a batch. ``residual_bytes`` is what the
     forward call keeps for the backward call, room for the worst case counted. ``arena_bytes`` is the rank's symmetric
-    arena, shared by all calls of the process and outside XLA's memory. ``workspace_bytes`` is XLA's memory that a call on
-    a GPU works in; 0 on CPUs. ``weight_grads`` is the dtype of the weights' gradients (of a backward call).
+    arena, shared by all calls of the process and outside XLA's memory. ``workspace_bytes`` is XLA's memory that a call
+    on a GPU works in; 0 on CPUs. ``weight_grads`` is the dtype of the weights' gradients (of a backward call).
     """
 
     target: str

@@ -4,9 +4,12 @@ import os
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
+import jax
 import pytest
 
+from jax_mok.runtime import processes
 from jax_mok.runtime.sharing import FABRIC, FILES, Board, Mailbox, Seating, name_of
 
 CAN = {FABRIC: "", FILES: ""}
@@ -150,6 +153,22 @@ def test_a_process_that_does_not_come_is_named():
 def test_other_lists_of_gpus_have_other_names():
     assert name_of(OWNERS) == name_of([*OWNERS])
     assert len({name_of(OWNERS), name_of(OWNERS[::-1]), name_of(OWNERS[:4])}) == 3
+
+
+class Device(NamedTuple):
+    id: int
+    process_index: int
+
+
+def test_devices_that_exchange_rows_are_linked(monkeypatch):
+    a, b, c = ([Device(2 * p + i, p) for i in range(2)] for p in range(3))
+    for me in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda me=me: me)
+        assert processes._linked([[a[0], b[0]], [a[1], b[1]], c]) == [*a, *b]
+        assert processes._linked([[*b, *a], c]) == [*a, *b]
+        assert processes._linked([[*a, b[0]], [b[1], *c]]) == []  # process 2 would not know of a failure in the first
+    monkeypatch.setattr(jax, "process_index", lambda: 2)
+    assert processes._linked([[a[0], b[0]], [a[1], b[1]], c]) == c
 
 
 def test_the_latest_call_is_agreed_on(monkeypatch):

@@ -47,6 +47,15 @@ uint64_t mix(uint64_t h, std::string_view text) {  // FNV-1a
   return (h ^ 0xff) * 1099511628211ull;
 }
 
+struct Sites {
+  std::mutex mutex;
+  std::map<uint64_t, uint64_t> seen;  // how many with the same attributes
+};
+Sites& sites() {
+  static Sites* const s = new Sites;
+  return *s;
+}
+
 xf::ErrorCode error_code(Code code) {
   switch (code) {
     case Code::id_out_of_range: return xf::ErrorCode::kInvalidArgument;
@@ -61,15 +70,20 @@ xf::ErrorCode error_code(Code code) {
 }  // namespace
 
 uint64_t site_number(std::string_view kind, const xf::Dictionary& attributes) {
-  static std::mutex mutex;
-  static auto* const seen = new std::map<uint64_t, uint64_t>;
   uint64_t h = mix(1469598103934665603ull, kind);
   for (const char* name : {"hidden", "inter", "top_k", "ranks", "experts", "max_rows"})
     h = mix(h, std::to_string(attribute<int64_t>(attributes, name)));
   for (const char* name : {"residuals", "axis", "mesh", "span"})
     h = mix(h, attribute<std::string_view>(attributes, name));
-  std::lock_guard<std::mutex> lock(mutex);
-  return mix(h, std::to_string(++(*seen)[h]));
+  Sites& s = sites();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  return mix(h, std::to_string(++s.seen[h]));
+}
+
+void forget_site_numbers() {
+  Sites& s = sites();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  s.seen.clear();
 }
 
 xf::Error to_error(const Status& status, const Shape& shape, double timeout_s) {

@@ -59,6 +59,8 @@ XLA_FFI_Error* register_type_once(const XLA_FFI_Api* api, const char* name) {
 // The same number in every process for the same call site: XLA sets up the sites of a program in one order, and the
 // processes of a job compile the same programs in the same order. So a site is the n-th one with its attributes.
 uint64_t site_number(std::string_view kind, const xf::Dictionary& attributes);
+// Another job counts anew.
+void forget_site_numbers();
 
 // How a failed call ends for XLA: a code and a message with a tag that Python turns into a typed error.
 xf::Error to_error(const Status& status, const Shape& shape, double timeout_s);

@@ -97,7 +97,7 @@ void CallOrder::watch() {
   }
   lock.lock();
   raise_in_ = latest;
-  ended_ = latest == 0;
+  ended_ = ended_ || latest == 0;
   asking_ = false;
   decided_.notify_all();
 }

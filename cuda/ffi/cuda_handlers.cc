@@ -210,7 +210,10 @@ void forget_spanning_cuda_seats() {
   Process& p = process();
   std::lock_guard<std::mutex> lock(p.mutex);
   for (auto it = p.seats.begin(); it != p.seats.end();) {
-    if (!it->first.empty()) gone.push_back(it->second);
+    if (!it->first.empty()) {
+      it->second->forget();  // a compiled program may keep them
+      gone.push_back(it->second);
+    }
     it = it->first.empty() ? std::next(it) : p.seats.erase(it);
   }
 }

@@ -10,6 +10,9 @@
 namespace mok::ffi {
 namespace {
 
+constexpr auto kWatchInterval = std::chrono::milliseconds(5);
+constexpr int kMostIntervals = 2400;  // longer than processes wait for each other's answer
+
 void close_all(const std::vector<MemoryHandle>& handles) {
   for (const MemoryHandle& handle : handles)
     if (handle.fd >= 0) close(handle.fd);
@@ -50,17 +53,25 @@ CudaSeats::Calls::Calls(const CudaDriver& driver, int device, int32_t seats, Cal
       order(statuses.get(), seats, std::move(agree)) {}
 
 void CudaSeats::watch(std::shared_ptr<Calls> calls) {
-  for (; !calls->stop; std::this_thread::sleep_for(std::chrono::milliseconds(5))) calls->order.watch();
+  for (bool last = false; !last; std::this_thread::sleep_for(kWatchInterval)) {
+    last = calls->stop;  // the others wait for what this process says of a failure of its last call
+    if (!calls->forgotten) calls->order.watch();
+  }
   calls->stopped = true;
 }
 
 void CudaSeats::stop_watching() {
   calls_->stop = true;
-  for (int i = 0; i < 100 && !calls_->stopped; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  for (int i = 0; i < kMostIntervals && !calls_->stopped; ++i) std::this_thread::sleep_for(kWatchInterval);
+}
+
+void CudaSeats::forget() {
+  calls_->forgotten = true;
+  calls_->stop = true;
 }
 
 CudaSeats::~CudaSeats() {
-  calls_->stop = true;
+  forget();
   for (const Piece& piece : pieces_) driver_.unmap(piece.at, piece.bytes, piece.memory);
 }
 

@@ -49,8 +49,10 @@ class CudaSeats {
   int64_t bytes() const;  // of device memory of this process, all seats
 
   CallOrder& order() { return calls_->order; }
-  // Before the driver goes away at the end of the process.
+  // Before the driver goes away at the end of the process. Waits until the others have their answer.
   void stop_watching();
+  // The job that the seats belong to is over.
+  void forget();
 
  private:
   struct Region {  // of every seat
@@ -72,7 +74,7 @@ class CudaSeats {
     Calls(const CudaDriver& driver, int device, int32_t seats, CallOrder::Agree agree);
     std::shared_ptr<HostStatus> statuses;
     CallOrder order;
-    std::atomic<bool> stop{false}, stopped{true};
+    std::atomic<bool> stop{false}, forgotten{false}, stopped{true};
   };
   static void watch(std::shared_ptr<Calls> calls);
   void grow(Region& region, int64_t bytes, double patience_s);

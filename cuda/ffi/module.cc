@@ -12,6 +12,7 @@
 
 #include "../cpu/rank_call.h"
 #include "../cpu/registry.h"
+#include "call_frame.h"
 #include "cpu_handlers.h"
 #include "cuda_backward.h"
 #include "cuda_handlers.h"
@@ -166,6 +167,7 @@ void set_board(nb::callable post, nb::callable read) {
         });
       },
   });
+  mok::ffi::forget_site_numbers();
   const nb::gil_scoped_release released;
   mok::ffi::forget_spanning_cuda_seats();
 }

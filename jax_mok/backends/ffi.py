@@ -69,6 +69,8 @@ def _cuda_refusal(call: Call) -> str | None:
             f"it cannot be told whether each group of axis {call.axis!r} is in one process; name the mesh with "
             "jax.set_mesh(mesh) around the call, or with jax_mok.moe(..., mesh=mesh)"
         )
+    if (why := processes.gpu_refusal(call.span)) is not None:
+        return f"axis {call.axis!r} cannot be used between GPUs: {why}; give every group a part in the same processes"
     if call.ranks > 1 and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         return "CUDA_LAUNCH_BLOCKING=1 lets no rank start before the one in front of it has ended; unset it"
     if call.tokens == 0:

@@ -21,9 +21,7 @@ UNKNOWN: Final = "?"
 ALL_DEVICES: Final = "all"
 
 _native: Any = None
-_devices: dict[
-    str, list[Any]
-] = {}  # by span: those of its mesh that this process's devices exchange rows with, and they
+_devices: dict[str, list[Any]] = {}  # by span: see _linked
 _seatings: dict[str, Seating] = {}  # by name
 _refused: dict[str, str] = {}  # by name: why there is no seating
 _lock = threading.Lock()
@@ -61,13 +59,24 @@ def span_of(mesh: Any, axis: Hashable | None) -> str:
 
 
 def _linked(groups: list[list[Any]]) -> list[Any]:
-    """Devices of the groups that have this process, of those with a process of these, and so on; in JAX's order."""
+    """This process's devices and those that they exchange rows with, directly or not, in JAX's order. None at all if
+    not every process of these has a part in every group."""
     processes, linked = {jax.process_index()}, set[Any]()
     while True:
-        found = {d for group in groups if processes & {d.process_index for d in group} for d in group}
-        if found == linked:
-            return sorted(linked, key=lambda d: d.id)
-        linked, processes = found, processes | {d.process_index for d in found}
+        parts = [found for group in groups if (found := {d.process_index for d in group}) & processes]
+        linked = {d for group in groups if processes & {d.process_index for d in group} for d in group}
+        if processes.issuperset(set().union(*parts)):
+            even = all(part == processes for part in parts)
+            return sorted(linked, key=lambda d: d.id) if even else []
+        processes = processes.union(*parts)
+
+
+def gpu_refusal(span: str) -> str | None:
+    """Why the GPUs of a span cannot exchange rows, or ``None``. Processes that hear of a failure ask all that they are
+    linked with, and one without a part in the group would not know of it."""
+    if _devices.get(span) != []:
+        return None
+    return "some of its EP groups are in other processes than the groups that they share processes with"
 
 
 def gpu_seating(span: str, patience_s: float) -> tuple[str, list[int], str]:

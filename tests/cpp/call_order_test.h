@@ -175,6 +175,7 @@ class JobProcess {
         seats_.order.watch();
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
+      seats_.order.watch();
     });
     const ffi::SiteKey site{this, 7};
     for (int p = 0; p < programs; ++p) {
