@@ -172,7 +172,7 @@ def test_the_xla_backend_has_forward_mode(inputs):
     def f(x):
         return layer(inputs._replace(x=x), config).astype(jnp.float32)
 
-    _, tangent = jax.jvp(f, (inputs.x,), (inputs.x,))
+    _, tangent = jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(inputs.x)
     assert np.isfinite(np.asarray(tangent)).all()
 
 

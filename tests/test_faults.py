@@ -107,7 +107,8 @@ def test_backends_that_cannot_raise_return_nan_and_say_why(backend):
         inputs.ids[5, 1] = spoil
         x, ids, weights, experts, _, _ = jax.tree.map(jnp.asarray, inputs)
         config = mok.MoEConfig(backend=backend, capacity_factor=capacity)
-        y, stats = mok.moe(x, ids, weights, experts, mesh=mesh_of(4), config=config, with_stats=True)
+        layer = jax.jit(lambda *a, config=config: mok.moe(*a, mesh=mesh_of(4), config=config, with_stats=True))
+        y, stats = layer(x, ids, weights, experts)
         assert int(stats.status) == status
         assert np.isnan(np.asarray(y, np.float32)).all()
 

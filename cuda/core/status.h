@@ -9,7 +9,7 @@ enum class Code : int32_t {
   ok = 0,
   id_out_of_range = 1,  // rank, value = slot index (token * K + k), extra = the id
   over_capacity = 2,    // rank, value = rows routed to it
-  peer_timeout = 3,     // rank = the one that did not answer, value = the wait that expired, extra = its ms, if known
+  peer_timeout = 3,     // rank = the one that did not answer, value = the wait that expired, extra = its ns, if known
   shape_mismatch = 4,   // rank = one whose call has another shape
   peer_failed = 5,      // rank = one that ended its call by an error of its own
   peer_died = 6,        // rank = one whose process ended

@@ -41,7 +41,7 @@ __device__ __noinline__ bool fail(const CallState& c, const Status& why) {
   ptx::store_system(reinterpret_cast<int64_t*>(&c.host_status->generation), int64_t(c.generation));
   ptx::store_system(&c.host_status->rank, why.rank);
   ptx::store_system(&c.host_status->value, why.value);
-  ptx::store_system(&c.host_status->extra, why.code == Code::peer_timeout ? int64_t(c.deadline_ns / 1000000) : why.extra);
+  ptx::store_system(&c.host_status->extra, why.code == Code::peer_timeout ? int64_t(c.deadline_ns) : why.extra);
   ptx::store_release_sys(&c.host_status->code, uint64_t(why.code));
   return true;
 }

@@ -37,7 +37,7 @@ std::string message(const Status& s, const Shape& shape, double timeout_s) {
              "any more; see what that process printed last, and start the job again from a checkpoint.";
     default:
       return "jax_mok PeerTimeoutError: " + who + " did not " + wait_name(Wait(s.value)) + " within " +
-             std::to_string(s.extra > 0 ? double(s.extra) / 1e3 : timeout_s) + " s. It died, runs another program, or is slower than MoEConfig.timeout_s "
+             std::to_string(s.extra > 0 ? double(s.extra) / 1e9 : timeout_s) + " s. It died, runs another program, or is slower than MoEConfig.timeout_s "
              "(for the first call of a program across processes: MoEConfig.first_call_timeout_s) allows.";
   }
 }
