@@ -182,7 +182,8 @@ NB_MODULE(_native, m) {
   m.def("cuda_handlers", [] { return capsules(mok::ffi::cuda_handlers()); }, "The same for CUDA.");
   m.def("set_cuda_host", &set_cuda_host,
         "Takes the functions of a CudaHost: load(main kernel's name, hidden, inter, top_k, shared_inter, save, "
-        "weight_grad_f32) -> addresses of (route kernel, main kernel); seating(span, seconds) -> (name, CUDA ordinals or -1, way to share memory); "
+        "weight_grad_f32) -> addresses of (route kernel, main kernel); seating(span, seconds) -> (name, CUDA ordinals or "
+        "-1, way to share memory); "
         "share(seating, piece, bytes, handles, seconds) -> all handles; agree(seating, round, next) -> call.");
   m.def("stop_watching", &mok::ffi::stop_watching_cuda_seats, nb::call_guard<nb::gil_scoped_release>(),
         "Ends the threads that watch GPUs of EP groups that span processes.");

@@ -104,6 +104,7 @@ class Mailbox:
     def send(address: str, name: str, sender: int, fds: Sequence[int]) -> None:
         """Puts copies of descriptors into another process's mailbox. They stay the caller's."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.settimeout(_LETTER_S)
             connection.connect(b"\0" + address.encode())
             socket.send_fds(connection, [json.dumps([name, sender]).encode()], list(fds))
 

@@ -151,8 +151,8 @@ class Meeting {
     latest = std::max(latest, next);
     ++answers;
     all_.notify_all();
-    all_.wait(lock, [&] { return rounds_[round].first == processes_; });
-    return rounds_[round].second;
+    const bool answered = all_.wait_for(lock, std::chrono::seconds(10), [&] { return rounds_[round].first == processes_; });
+    return answered ? rounds_[round].second : 0;
   }
 
  private:
