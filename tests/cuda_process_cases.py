@@ -57,6 +57,8 @@ def local_part(tree: Any) -> list[np.ndarray]:
 
 def layer(output: str) -> None:
     """Output and gradients of each case, twice."""
+    hits: list[str] = []
+    jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if "cache_hit" in name else None)
     mesh = Mesh(np.array(jax.devices()), ("expert",))
     for name, (inputs, config) in layer_runs().items():
         step, args = program(mesh, config), place(inputs, mesh)
@@ -64,7 +66,7 @@ def layer(output: str) -> None:
         for first, second in zip(*found, strict=True):
             np.testing.assert_array_equal(first, second)
         np.savez(Path(output, f"{name} {jax.process_index()}"), *found[0])
-    report(output, {"bytes": runtime.device_held_bytes()})
+    report(output, {"bytes": runtime.device_held_bytes(), "cache_hits": len(hits)})
 
 
 class Chain:

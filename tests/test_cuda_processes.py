@@ -23,14 +23,14 @@ CASES = ROOT / "tests" / "cuda_process_cases.py"
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-def run_case(tmp_path: Path, processes: int, *scenario: Any, code: int = 0) -> list[Any]:
-    """What each process found, ``None`` for one that did not live to say it."""
+def run_case(tmp_path: Path, processes: int, *scenario: Any, code: int = 0, **variables: str) -> list[Any]:
+    """What each process found, ``None`` for one that did not live to say it. ``variables``: of the environment."""
     command = [sys.executable, "-m", "jax_mok", "launch", "-n", processes, "--devices-per-process", 1, CASES]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [*map(str, [*command, scenario[0], tmp_path, *scenario[1:]])],
-        env={**os.environ, **environment, "JAX_PLATFORMS": "cuda,cpu"},
+        env={**os.environ, **environment, "JAX_PLATFORMS": "cuda,cpu", **variables},
         capture_output=True,
         text=True,
         timeout=120,
@@ -41,10 +41,8 @@ def run_case(tmp_path: Path, processes: int, *scenario: Any, code: int = 0) -> l
     return [json.loads(f.read_text()) if f.exists() else None for f in files]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_the_bits_of_one_gpu(tmp_path, processes):
-    found = run_case(tmp_path, processes, "layer")
-    assert len({one["bytes"] for one in found}) == 1
+def assert_bits_of_one_gpu(tmp_path: Path, processes: int) -> None:
+    """Of what the processes of scenario "layer" have written."""
     mesh = Mesh(np.array(jax.devices()[:1]), ("expert",))
     for name, (inputs, config) in cuda_process_cases.layer_runs().items():
         want = cuda_process_cases.local_part(program(mesh, config)(place(inputs, mesh)))
@@ -52,6 +50,30 @@ def test_the_bits_of_one_gpu(tmp_path, processes):
         assert len(want) == 6
         for whole, *pieces in zip(want, *parts, strict=True):
             np.testing.assert_array_equal(np.concatenate(pieces), whole, err_msg=name)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_bits_of_one_gpu(tmp_path, processes):
+    found = run_case(tmp_path, processes, "layer")
+    assert len({one["bytes"] for one in found}) == 1
+    assert_bits_of_one_gpu(tmp_path, processes)
+
+
+def test_executables_from_the_persistent_cache(tmp_path):
+    """Only process 0 finds its programs there, yet call sites must have the same numbers in both."""
+    cache = tmp_path / "cache"
+    for start in ("cold", "warm"):
+        (tmp_path / start).mkdir()
+        found = run_case(
+            tmp_path / start,
+            2,
+            "layer",
+            JAX_COMPILATION_CACHE_DIR=str(cache),
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+            JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+        )
+        assert [one["cache_hits"] > 0 for one in found] == [start == "warm", False]
+        assert_bits_of_one_gpu(tmp_path / start, 2)
 
 
 def without_seconds(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
