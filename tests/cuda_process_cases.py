@@ -69,6 +69,12 @@ def layer(output: str) -> None:
     report(output, {"bytes": runtime.device_held_bytes(), "cache_hits": len(hits)})
 
 
+def half_cached(output: str) -> None:
+    """The same, but process 1 has no persistent cache."""
+    jax.config.update("jax_enable_compilation_cache", jax.process_index() == 0)
+    layer(output)
+
+
 class Chain:
     """Several layers in one program, which the host starts before the first has ended."""
 
@@ -168,7 +174,7 @@ def report(output: str, result: Any) -> None:
 
 
 SCENARIOS: dict[str, Callable[..., None]] = {
-    f.__name__: f for f in (layer, bad_ids, away, out_of_step, killed, late, timing)
+    f.__name__: f for f in (layer, half_cached, bad_ids, away, out_of_step, killed, late, timing)
 }
 
 if __name__ == "__main__":

@@ -90,13 +90,16 @@ def test_the_same_bits_beside_other_work():
         other.block_until_ready()
 
 
-def test_a_bad_id_is_nan_now_and_a_typed_error_in_the_next_call():
-    good, bad = (make_inputs(64, 256, 128, 8, 2, dtype="bfloat16") for _ in range(2))
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (4, 1)])
+def test_a_bad_id_is_nan_now_and_a_typed_error_in_the_next_call(experts, top_k):
+    """Which may be one of another layer, and says what was wrong with the first one."""
+    bad = make_inputs(64, 256, 128, 8, 2, dtype="bfloat16")
+    good = make_inputs(64, 256, 128, experts, top_k, dtype="bfloat16")
     bad.ids[37, 1] = 99
     y, stats = forward(bad)()
     assert int(stats.status) == 1
     assert np.isnan(np.asarray(y, np.float32)).all()
-    with pytest.raises(mok.RoutingError, match=r"expert id 99 in slot 1 of token 37"), mok.typed_errors():
+    with pytest.raises(mok.RoutingError, match=r"id 99 in slot 1 of token 37 .*\[0, 8\)"), mok.typed_errors():
         forward(good)()
     assert rel_l2(forward(good)()[0], oracle(good).y) <= 4e-3
 

@@ -7,7 +7,7 @@ namespace mok {
 
 enum class Code : int32_t {
   ok = 0,
-  id_out_of_range = 1,  // rank, value = slot index (token * K + k), extra = the id
+  id_out_of_range = 1,  // rank, value and extra as in bad_id()
   over_capacity = 2,    // rank, value = rows routed to it
   peer_timeout = 3,     // rank = the one that did not answer, value = the wait that expired, extra = its ns, if known
   shape_mismatch = 4,   // rank = one whose call has another shape
@@ -40,5 +40,15 @@ struct Status {
 
   MOK_HD bool ok() const { return code == Code::ok; }
 };
+
+// A slot whose id is no expert. On GPUs a later call raises it, maybe one of another shape, so the status says it all.
+struct BadId {
+  int64_t token, k, experts;
+  int32_t id;
+};
+MOK_HD Status bad_id(int32_t rank, const BadId& b) {
+  return {Code::id_out_of_range, rank, b.token << 20 | b.k, b.experts << 32 | int64_t{uint32_t(b.id)}};
+}
+MOK_HD BadId bad_id_of(const Status& s) { return {s.value >> 20, s.value & 0xfffff, s.extra >> 32, int32_t(s.extra)}; }
 
 }  // namespace mok

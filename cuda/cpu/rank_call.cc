@@ -205,7 +205,8 @@ void RankCall::sort_and_judge() {
   std::vector<int32_t> cursor(size_t(shape_.experts));
   Verdict verdict{{}, shape_digest(shape_)};
   const int64_t bad = count_slots(args_.ids, shape_.slots(), shape_.experts, counts);
-  if (bad >= 0) verdict.status = {Code::id_out_of_range, rank_, bad, args_.ids[bad]};
+  if (bad >= 0)
+    verdict.status = bad_id(rank_, {bad / shape_.top_k, bad % shape_.top_k, shape_.experts, args_.ids[bad]});
   sort_slots(args_.ids, shape_.slots(), shape_.experts, counts, cursor.data(), sorted);
   std::memcpy(arena<Verdict>(rank_, layout_.verdict), &verdict, sizeof verdict);
 }

@@ -232,7 +232,8 @@ __device__ Verdict* verdict_of(const RouteParams& p, uint8_t* memory) {
 __device__ Status judge_ids(const RouteParams& p, const RouteWords& words) {
   int32_t bad = kNone;
   for (uint32_t c = 0; c < kCtas; ++c) bad = int32_t(min_of(bad, load_shared_at(shared_address(&words.bad), c)));
-  return bad == kNone ? Status{} : Status{Code::id_out_of_range, p.call.coords[0], bad, p.ids[bad]};
+  if (bad == kNone) return {};
+  return bad_id(p.call.coords[0], {bad / kTopK, bad % kTopK, p.shape.experts, p.ids[bad]});
 }
 
 // All that peers will read is there when the last piece is.

@@ -20,10 +20,12 @@ std::string message(const Status& s, const Shape& shape, double timeout_s) {
   auto num = [](int64_t v) { return std::to_string(v); };
   const std::string who = "EP rank " + num(s.rank) + " of " + num(shape.ranks);
   switch (s.code) {
-    case Code::id_out_of_range:
-      return "jax_mok RoutingError: expert id " + num(s.extra) + " in slot " + num(s.value % shape.top_k) + " of token " +
-             num(s.value / shape.top_k) + " on " + who + " is neither -1 (no expert) nor in [0, " + num(shape.experts) +
+    case Code::id_out_of_range: {
+      const BadId bad = bad_id_of(s);
+      return "jax_mok RoutingError: expert id " + num(bad.id) + " in slot " + num(bad.k) + " of token " + num(bad.token) +
+             " on " + who + " is neither -1 (no expert) nor in [0, " + num(bad.experts) +
              "). Check the router that produced expert_ids.";
+    }
     case Code::over_capacity:
       return "jax_mok CapacityError: " + num(s.value) + " rows are routed to " + who + ", which may hold " +
              num(s.extra) + ". Raise MoEConfig.capacity_factor, or set it to None for room for the worst case.";

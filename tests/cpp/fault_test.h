@@ -37,7 +37,10 @@ void test_bad_ids() {
     p.ids[size_t(s.slots() + 5)] = bad;
     p.ids[size_t(s.slots() + 9)] = bad;
     p.ids[size_t(2 * s.slots())] = bad;
-    expect_forward(group, p, s, {Code::id_out_of_range, 1, 5, bad});
+    const Status status = bad_id(1, {5 / s.top_k, 5 % s.top_k, s.experts, bad});
+    const BadId read = bad_id_of(status);
+    CHECK(read.token * s.top_k + read.k == 5 && read.experts == 12 && read.id == bad, "a status keeps all of it");
+    expect_forward(group, p, s, status);
     expect_healthy(group, small_problem());
   }
 }
