@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--output", type=Path, default=Path("runs/train_multihost"), help="seen by all processes")
     parser.add_argument("--resume", action="store_true", help="continue the run in the output directory")
+    parser.add_argument("--backend", default="auto", help="of the MoE layer, as MoEConfig.backend")
     parser.add_argument(
         "--distributed", action="store_true", help="join the job that SLURM, MPI or Kubernetes describes"
     )
@@ -41,7 +42,8 @@ def main() -> int:
     count = jax.device_count()
     mesh = devices.expert_mesh(count)
     size = max(16, count)  # experts and sequences: at least one of each on every device
-    model = ModelConfig(layers=2, hidden=64, inter=128, experts=size, sequence=64, moe=MoEConfig(residuals="save"))
+    moe = MoEConfig(backend=args.backend, residuals="save")
+    model = ModelConfig(layers=2, hidden=64, inter=128, experts=size, sequence=64, moe=moe)
     settings = Settings("flax", model, batch=size, devices=count, learning_rate=3e-3)
     plan = Plan(args.steps, args.output, args.resume)
 

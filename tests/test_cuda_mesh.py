@@ -1,5 +1,7 @@
 """The CUDA kernels on all GPUs of this process, through JAX: the bits of one GPU, faults, other work beside."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +22,20 @@ import jax_mok as mok
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(120),
     pytest.mark.skipif(jax.local_device_count() < 2 or jax.default_backend() != "gpu", reason="needs two NVIDIA GPUs"),
 ]
 
-SAVE, RECOMPUTE = (mok.MoEConfig(backend="cuda", residuals=mode) for mode in ("save", "recompute"))
+SAVE, RECOMPUTE = (mok.MoEConfig(backend="cuda", residuals=mode, timeout_s=5) for mode in ("save", "recompute"))
 SIZES = [n for n in (2, 4, 8) if n <= jax.local_device_count()]
+
+
+@pytest.fixture(autouse=True)
+def raised_where_they_happened():
+    """A failure that no later call of a test has raised is this test's."""
+    yield
+    with mok.typed_errors():
+        run_layer(make_inputs(16, 64, 72, 8, 2, dtype="bfloat16"), mesh_of(SIZES[-1]), SAVE)
 
 
 @pytest.mark.parametrize("config", [SAVE, RECOMPUTE], ids=["save", "recompute"])
@@ -61,6 +72,34 @@ def test_bad_ids_are_raised_once_and_the_next_call_is_right(n):
     with pytest.raises(mok.RoutingError, match="expert id 8"), mok.typed_errors():
         jax.block_until_ready(f(*args))
     assert rel_l2(f(*args), oracle(good).y) <= 4e-3
+
+
+def test_without_an_exchange_all_gpus_of_a_program_raise():
+    """Each GPU has all experts; a GPU that raised alone would leave the others waiting in the sum over them."""
+    n = SIZES[-1]
+    good, bad = (make_inputs(64 * n, 256, 128, 8, 2, dtype="bfloat16") for _ in range(2))
+    bad.ids[-1, 1] = 8
+    mesh = mesh_of(n, names=("data",))
+    spread = jax.NamedSharding(mesh, P("data"))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P("data"), P("data"), P()), out_specs=P())
+    def mean(x, ids, weights, experts):
+        y = mok.local_moe(x, ids, weights, experts, axis=None, config=SAVE)
+        return jax.lax.pmean(y.astype(jnp.float32).mean(0), "data")
+
+    def run(inputs):
+        with mok.typed_errors():
+            return np.asarray(
+                mean(*jax.device_put(tuple(inputs[:3]), spread), jax.tree.map(jnp.asarray, inputs.experts))
+            )
+
+    want = run(good)
+    assert np.isnan(run(bad)).all()
+    with pytest.raises(mok.RoutingError, match="expert id 8"):
+        run(good)
+    for _ in range(3):
+        np.testing.assert_array_equal(run(good), want)
 
 
 def test_the_same_bits_beside_matmuls_all_reduces_and_new_kernels():

@@ -93,13 +93,17 @@ struct Movers {
   // The last read of a peer's memory in this call lets the peers leave it. If one has left before, by failing, what was
   // read of it may be of its next call.
   __device__ void count_read() const {
-    if (ranks() == 1 || lane != 0) return;
+    if (ranks() == 1) return;
     const uint32_t chunks = uint32_t(p.routes.totals[Total::rows] / kChunkRows + p.routes.totals[Total::back_chunks]);
-    if (add_acquire_release_gpu(counter(Counter::read), 1) + 1 != chunks) return;
+    const bool last = lane == 0 && add_acquire_release_gpu(counter(Counter::read), 1) + 1 == chunks;
+    if (!__any_sync(~0u, last)) return;
+    __syncwarp();
     __threadfence_system();
-    for (int32_t r = 0; r < ranks(); ++r)
-      if (!still_here(p.call, r, p.routes.peer_seats[r])) return give_up(p.call, Wait::failure, r);
-    tell_all(p.call, SeatFlag::finished, p.call.generation);
+    int32_t gone = -1;
+    for (int32_t r = lane; r < ranks() && gone < 0; r += 32)
+      if (!still_here(p.call, r, p.routes.peer_seats[r])) gone = r;
+    if (gone >= 0) give_up(p.call, Wait::failure, gone);
+    if (__all_sync(~0u, gone < 0)) tell_all(p.call, SeatFlag::finished, p.call.generation, lane, 32);
   }
 
   // ---- pull ----

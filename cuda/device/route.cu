@@ -239,12 +239,13 @@ __device__ Status judge_ids(const RouteParams& p, const RouteWords& words) {
 // All that peers will read is there when the last piece is.
 __device__ void count_published(const RouteParams& p, uint32_t pieces) {
   __syncthreads();
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x >= 32) return;
   auto* words = reinterpret_cast<uint32_t*>(p.call.seat_memory[p.call.seat] + SeatMemory::copy_words);
   __threadfence();
-  if (add_acquire_release_gpu(words + 1, 1) + 1 != pieces) return;
-  __threadfence_system();
-  tell_all(p.call, SeatFlag::published, p.call.generation);
+  const bool last = threadIdx.x == 0 && add_acquire_release_gpu(words + 1, 1) + 1 == pieces;
+  if (!__any_sync(~0u, last)) return;
+  __syncwarp();
+  tell_all(p.call, SeatFlag::published, p.call.generation, int(threadIdx.x), 32);
 }
 
 // Piece by piece, the first array, then the second.
@@ -512,9 +513,10 @@ __device__ void make_tables(const RouteParams& p, const RouteShared& sh, RouteWo
 __device__ void arrive(const RouteParams& p) {
   for (int64_t i = threadIdx.x; i < Counter::words(p.max_pairs, p.shape); i += kThreads) p.routes.counters[i] = 0;
   __syncthreads();
-  if (threadIdx.x != 0 || p.shape.ranks == 1) return;
-  tell_all(p.call, SeatFlag::arrived, place_in(p.call, p.call.coords[0]));
-  skip_behind_failure(p.call);
+  if (threadIdx.x >= 32 || p.shape.ranks == 1) return;
+  tell_all(p.call, SeatFlag::arrived, place_in(p.call, p.call.coords[0]), int(threadIdx.x), 32);
+  __syncwarp();
+  if (threadIdx.x == 0) skip_behind_failure(p.call);
 }
 
 }  // namespace mok

@@ -12,9 +12,9 @@ __device__ inline uint64_t* flag_of(const CallState& c, int32_t reader, int32_t 
 __device__ inline uint64_t heard(const CallState& c, int32_t kind, int32_t writer) {
   return ptx::load_acquire_sys(flag_of(c, c.seat, kind, writer));
 }
-// One word of this seat's on every seat.
-__device__ inline void tell_all(const CallState& c, int32_t kind, uint64_t word) {
-  for (int32_t s = 0; s < c.seats; ++s) ptx::store_release_sys(flag_of(c, s, kind, c.seat), word);
+// One word of this seat's on every seat, by a thread or by a warp: a release waits for the one before, so many take long.
+__device__ inline void tell_all(const CallState& c, int32_t kind, uint64_t word, int lane = 0, int lanes = 1) {
+  for (int32_t s = lane; s < c.seats; s += lanes) ptx::store_release_sys(flag_of(c, s, kind, c.seat), word);
 }
 
 __device__ inline bool has_failed(const CallState& c) { return ptx::load_acquire_gpu(c.failed) != 0; }
@@ -36,8 +36,7 @@ __device__ __noinline__ bool fail(const CallState& c, const Status& why) {
   if (atomicExch(c.failed, 1u) != 0) return false;
   *c.status = int32_t(why.code);
   if (c.ranks > 1) *last_failed(c) = c.generation;
-  if (ptx::load_acquire_sys(&c.host_status->code) != 0 && (c.ranks == 1 || c.host_status->generation > c.acknowledged))
-    return true;
+  if (ptx::load_acquire_sys(&c.host_status->code) != 0 && c.host_status->generation > c.acknowledged) return true;
   ptx::store_system(reinterpret_cast<int64_t*>(&c.host_status->generation), int64_t(c.generation));
   ptx::store_system(&c.host_status->rank, why.rank);
   ptx::store_system(&c.host_status->value, why.value);

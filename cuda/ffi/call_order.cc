@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
-#include <iterator>
 
 namespace mok::ffi {
 namespace {
@@ -26,7 +25,7 @@ bool is_judged(Code code) { return code == Code::id_out_of_range || code == Code
 const HostStatus* CallOrder::unraised() const {
   const HostStatus* oldest = nullptr;
   for (const HostStatus* s = statuses_; s < statuses_ + seats_; ++s) {
-    if (code_of(*s) == 0 || (s->generation != 0 && s->generation <= acknowledged_)) continue;
+    if (code_of(*s) == 0 || s->generation <= acknowledged_) continue;
     if (oldest == nullptr || s->generation < oldest->generation) oldest = s;
   }
   return oldest;
@@ -47,11 +46,28 @@ CallOrder::Place CallOrder::next_place(const SiteKey& site) {
   return {next, acknowledged_, raise, stamp};
 }
 
-CallOrder::Call* CallOrder::find(int32_t seat, int64_t run, const SiteKey& site) {
-  const auto it = std::find_if(calls_.begin(), calls_.end(), [&](const Call& c) {
-    return c.run == run && c.site == site.address && !c.entered[size_t(seat)];
-  });
-  return it == calls_.end() ? nullptr : &*it;
+// The call that the seat has come to, if a peer has started it.
+const CallOrder::Place* CallOrder::find(int32_t seat, const Key& key) {
+  const auto it = calls_.find(key);
+  if (it == calls_.end()) return nullptr;
+  Calls& calls = it->second;
+  const size_t i = std::max(calls.entered[size_t(seat)], calls.forgotten) - calls.forgotten;
+  return i < calls.places.size() ? &calls.places[i] : nullptr;
+}
+
+const CallOrder::Place* CallOrder::start(const Key& key, const SiteKey& site) {
+  started_.push_back(key);
+  Calls& calls = calls_[key];
+  calls.entered.resize(size_t(seats_));
+  calls.places.push_back(next_place(site));
+  if (started_.size() > kCallsKept) {
+    const auto oldest = calls_.find(started_.front());
+    started_.pop_front();
+    oldest->second.places.pop_front();
+    ++oldest->second.forgotten;
+    if (oldest->second.places.empty()) calls_.erase(oldest);
+  }
+  return &calls.places.back();
 }
 
 // A failure that this process knows of has a call that raises it before another call starts.
@@ -64,21 +80,19 @@ void CallOrder::wait_for_agreement(std::unique_lock<std::mutex>& lock) {
 
 CallOrder::Place CallOrder::enter(int32_t seat, int64_t run, const SiteKey& site) {
   std::unique_lock<std::mutex> lock(mutex_);
-  Call* call = find(seat, run, site);
-  if (call == nullptr && agree_) {
+  const Key key{run, site.address};
+  const Place* found = find(seat, key);
+  if (found == nullptr && agree_) {
     wait_for_agreement(lock);
-    call = find(seat, run, site);  // a peer of this process may have been faster
+    found = find(seat, key);  // a peer of this process may have been faster
   }
-  if (call == nullptr) {
-    calls_.push_back({next_place(site), run, site.address, std::vector<bool>(size_t(seats_))});
-    if (calls_.size() > kCallsKept) calls_.pop_front();
-    call = &calls_.back();
-  }
-  call->entered[size_t(seat)] = true;
+  const Place place = found != nullptr ? *found : *start(key, site);
+  Calls& calls = calls_.at(key);
+  size_t& entered = calls.entered[size_t(seat)];
+  entered = std::max(entered, calls.forgotten) + 1;
   HostStatus& mine = statuses_[seat];
-  if (code_of(mine) != 0 && !ended_ && (mine.generation == 0 ? !call->place.raise.ok() : mine.generation <= acknowledged_))
-    forget(mine);
-  return call->place;
+  if (code_of(mine) != 0 && !ended_ && mine.generation <= acknowledged_) forget(mine);
+  return place;
 }
 
 void CallOrder::watch() {

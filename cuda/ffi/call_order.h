@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "../device/params.h"
@@ -39,26 +40,27 @@ class CallOrder {
 
   // The first seat that comes with a key gives it the next generation. A key is the XLA run and the call site; a seat may
   // come with the same key again (a loop), and each time is a call of its own. Kernels cannot raise, so a call raises
-  // what an earlier one left behind: the first seat decides, and all seats of the call raise the same, for a rank that
-  // does not launch must not leave its peers waiting. With seats of other processes, which must all make the same calls in
+  // what an earlier one left behind: the first seat decides, and all seats of the call raise the same, for a device that
+  // does not run its program must not leave its peers waiting, in this layer or in a collective of XLA's. With seats of other processes, which must all make the same calls in
   // the same order, a failure that all ranks have judged alike is raised by all in a call that they agree on; any other
   // one is the end: every later call raises it.
   Place enter(int32_t seat, int64_t run, const SiteKey& site);
-  // What a seat's earlier call left behind, for a call without peers. Such calls have no generation: it is 0.
+  // What an earlier call left behind, for an only seat without peers, all of whose calls have generation 1.
   Status take_failure(int32_t seat);
   // Of seats of several processes: looks for a failure, and agrees on when to raise it. To be called again and again by a
   // thread that waits for nothing else: the other processes wait for the answer, and so does every new call here.
   void watch();
 
  private:
-  struct Call {
-    Place place;
-    int64_t run;
-    const void* site;
-    std::vector<bool> entered;
+  using Key = std::pair<int64_t, const void*>;  // run, site
+  struct Calls {
+    std::deque<Place> places;
+    size_t forgotten = 0;         // earlier ones
+    std::vector<size_t> entered;  // by each seat
   };
 
-  Call* find(int32_t seat, int64_t run, const SiteKey& site);
+  const Place* find(int32_t seat, const Key& key);
+  const Place* start(const Key& key, const SiteKey& site);
   void wait_for_agreement(std::unique_lock<std::mutex>& lock);
   const HostStatus* unraised() const;
   Place next_place(const SiteKey& site);
@@ -68,7 +70,8 @@ class CallOrder {
   const Agree agree_;
   std::mutex mutex_;
   std::condition_variable decided_;
-  std::deque<Call> calls_;
+  std::map<Key, Calls> calls_;
+  std::deque<Key> started_;              // of all calls that are kept, the oldest first
   std::map<uint64_t, uint64_t> visits_;  // by number of the site
   uint64_t last_generation_ = 0, acknowledged_ = 0;
   uint64_t rounds_ = 0, raise_in_ = 0;       // raise_in_: the call that raises, once that is agreed on

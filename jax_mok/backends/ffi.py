@@ -79,7 +79,11 @@ def _cuda_refusal(call: Call) -> str | None:
         return f"the CUDA kernels compute in bfloat16, not {call.dtype}"
     if call.experts > _MAX_CUDA_EXPERTS:
         return f"{call.experts} experts are more than the CUDA kernels take ({_MAX_CUDA_EXPERTS})"
-    return cuda.refusal()
+    if (why := cuda.refusal()) is not None:
+        return why
+    if call.ranks > 1 and (unlinked := cuda.unlinked()):
+        return f"GPU {unlinked[0][0]} cannot read the memory of GPU {unlinked[0][1]} (no peer access between them)"
+    return None
 
 
 def _coordinates(call: Call, like: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from jax_mok import backends, runtime
 from jax_mok._call import Call
 from jax_mok.backends import ffi
 from jax_mok.cli import extras
-from jax_mok.runtime import sharing
+from jax_mok.runtime import cuda, sharing
 
 OLDEST_JAX, NEWEST_JAX = (0, 10, 2), (0, 12, 0, 1)
 
@@ -107,16 +106,13 @@ def _devices() -> Iterator[Finding]:
 def _links() -> Iterator[Finding]:
     """How the GPUs of this host reach each other; ranks read their peers' memory."""
     try:
-        driver = importlib.import_module("cuda.bindings.driver")
+        unlinked = cuda.unlinked()
     except ImportError:
         yield Finding("peer access", None, "not examined: needs pip install 'jax_mok[cuda]'")
         return
-    local = [d.local_hardware_id for d in jax.local_devices()]
-    handles = [driver.cuDeviceGet(i)[1] for i in local]
-    pairs = [(a, b) for a in handles for b in handles if a is not b]
-    reachable = sum(driver.cuDeviceCanAccessPeer(a, b)[1] for a, b in pairs)
-    if pairs:
-        yield Finding("peer access", reachable == len(pairs), f"{reachable} of {len(pairs)} pairs of local GPUs")
+    count = len(cuda.devices())
+    if (pairs := count * (count - 1)) > 0:
+        yield Finding("peer access", not unlinked, f"{pairs - len(unlinked)} of {pairs} pairs of local GPUs")
 
 
 def _sharing() -> Iterator[Finding]:

@@ -50,6 +50,16 @@ def devices() -> list[int]:
     return [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
 
 
+def unlinked() -> list[tuple[int, int]]:
+    """Pairs of this process's GPUs, by ordinal, of which the first cannot read the memory of the second."""
+    from cuda.bindings import driver  # pyright: ignore
+
+    _check(driver.cuInit(0))
+    handles = {ordinal: _check(driver.cuDeviceGet(ordinal)) for ordinal in devices()}
+    pairs = [(a, b) for a in handles for b in handles if a != b]
+    return [(a, b) for a, b in pairs if not _check(driver.cuDeviceCanAccessPeer(handles[a], handles[b]))]
+
+
 def _check(result: tuple[Any, ...]) -> Any:
     error, *values = result
     if int(error) != 0:

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <future>
 #include <random>
 #include <stdexcept>
@@ -64,13 +65,37 @@ void test_call_order() {
   CHECK(s.order.enter(1, 12, sites[0]).raise.code == Code::peer_timeout, "all raise in the next call");
   CHECK(s.order.enter(1, 13, sites[0]).raise.ok() && s.order.enter(0, 13, sites[0]).raise.ok(), "once");
 
-  // calls without peers
-  s.fail(2, 0, Code::over_capacity, 0);
-  CHECK(s.order.take_failure(2).code == Code::over_capacity && s.order.take_failure(2).ok(), "once");
-  s.fail(2, 0, Code::over_capacity, 0);
-  CHECK(s.order.enter(0, 14, sites[0]).raise.code == Code::over_capacity, "raised by a call with peers");
-  CHECK(s.order.enter(2, 14, sites[0]).raise.code == Code::over_capacity, "on all of them");
-  CHECK(s.order.take_failure(2).ok(), "once");
+  // a failed call without peers, on a device that takes no part in the next ones
+  s.fail(2, s.order.enter(2, 14, sites[1]).generation, Code::over_capacity, 0);
+  for (int32_t seat = 0; seat < 2; ++seat)
+    CHECK(s.order.enter(seat, 15, sites[0]).raise.code == Code::over_capacity, "raised by all devices of a program");
+  for (int32_t seat = 0; seat < 2; ++seat) CHECK(s.order.enter(seat, 16, sites[0]).raise.ok(), "once");
+  CHECK(s.order.enter(2, 17, sites[1]).raise.ok() && s.statuses[2].code == 0, "and not by the device itself any more");
+
+  // an only seat without peers
+  Seats alone(1);
+  alone.fail(0, 1, Code::over_capacity, 0);
+  CHECK(alone.order.take_failure(0).code == Code::over_capacity && alone.order.take_failure(0).ok(), "once");
+}
+
+// More calls than are kept, in programs that run once and in a loop that goes on: quick, and peers still find theirs.
+void test_many_calls() {
+  const ffi::SiteKey site{&site, 1}, loop{&loop, 2};
+  Seats s(2);
+  uint64_t generation = 0;
+  const auto start = std::chrono::steady_clock::now();
+  for (int64_t run = 0; run < 100000; ++run)
+    for (const auto& key : {site, loop}) {
+      const int64_t of = key.address == &loop ? -1 : run;
+      const auto first = s.order.enter(0, of, key), second = s.order.enter(1, of, key);
+      CHECK(first.generation == ++generation && second.generation == generation, "call " + num(generation));
+    }
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  CHECK(seconds < 10, "a call takes microseconds, not " + std::to_string(seconds / 4e5));
+  // a seat that is behind finds its calls in the order in which they were started
+  std::deque<uint64_t> started;
+  for (int i = 0; i < 5000; ++i) started.push_back(s.order.enter(0, 200000, loop).generation);
+  for (uint64_t want : started) CHECK(s.order.enter(1, 200000, loop).generation == want, "behind");
 }
 
 // One process's part of seats that several share: seat 1 is another's.

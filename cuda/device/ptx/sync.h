@@ -133,6 +133,7 @@ __device__ inline uint4 load_system(const uint4* p) {
 __device__ inline void store_system(int64_t* p, int64_t v) {
   asm volatile("st.relaxed.sys.global.s64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+__device__ inline void store_system(uint64_t* p, uint64_t v) { store_system(reinterpret_cast<int64_t*>(p), int64_t(v)); }
 
 // Generic-proxy writes before, async-proxy (TMA) reads after; and the other way round for shared memory.
 __device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

@@ -28,6 +28,7 @@ inline uint64_t load_acquire_sys(const uint64_t* p) { return load_acquire(p); }
 inline uint32_t add_acquire_release_gpu(uint32_t* p, uint32_t v) { return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL); }
 inline void add_release_gpu(uint32_t* p, uint32_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
 inline void store_release_sys(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+inline void store_system(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline void store_system(int64_t* p, int64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 inline int32_t load_system(const int32_t* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 inline uint4 load_system(const uint4* p) { return *p; }
