@@ -30,8 +30,14 @@ def ranks():
     return lambda n, **kwargs: made.setdefault((n, *kwargs.items()), Ranks(n, **kwargs))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--soak", action="store_true", help="run the tests marked soak, too: minutes on a GPU")
+
+
+def pytest_collection_modifyitems(config, items):
     has_gpu = any(d.platform == "gpu" for d in jax.devices())
     for item in items:
+        if item.get_closest_marker("soak") and not config.getoption("soak"):
+            item.add_marker(pytest.mark.skip(reason="minutes on a GPU: run pytest --soak tests/test_cuda_soak.py"))
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

@@ -1,9 +1,10 @@
 """Several EP ranks on one GPU: each has a seat, a stream and a share of the multiprocessors. The kernels, arenas, flags
-and deadlines are those of several GPUs; only the link between them is the GPU's own memory."""
+and deadlines are those of several GPUs; only the link between them is the GPU's own memory. JAX runs nothing here."""
 
 from __future__ import annotations
 
-import jax
+import weakref
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,9 +25,46 @@ def routes(T, K, E):
     }
 
 
-def _check(result):
+def check(result):
+    """What a function of the driver returned, without the error that there must not be."""
     assert int(result[0]) == 0, result
     return result[1] if len(result) == 2 else result[1:]
+
+
+def enter(device: int):
+    """Makes a GPU's primary context, which JAX uses too, that of this thread; the GPU's handle."""
+    from cuda.bindings import driver
+
+    check(driver.cuInit(0))
+    handle = check(driver.cuDeviceGet(device))
+    check(driver.cuCtxSetCurrent(check(driver.cuDevicePrimaryCtxRetain(handle))))
+    return handle
+
+
+class Buffer:
+    """A GPU array in memory of its own, so that compute-sanitizer knows where it ends; all NaN unless given."""
+
+    def __init__(self, shape, dtype, values=None):
+        from cuda.bindings import driver
+
+        self.driver, self.shape, self.dtype = driver, tuple(shape), np.dtype(dtype)
+        self.bytes = int(np.prod(self.shape)) * self.dtype.itemsize
+        self.address = int(check(driver.cuMemAlloc(max(self.bytes, 1))))
+        weakref.finalize(self, driver.cuMemFree, self.address)
+        if values is None:
+            check(driver.cuMemsetD8(self.address, 255, self.bytes))
+        else:
+            check(driver.cuMemcpyHtoD(self.address, values.ctypes.data, self.bytes))
+
+    @classmethod
+    def of(cls, values):
+        values = np.ascontiguousarray(values)
+        return cls(values.shape, values.dtype, values)
+
+    def numpy(self):
+        found = np.empty(self.shape, self.dtype)
+        check(self.driver.cuMemcpyDtoH(found.ctypes.data, self.address, self.bytes))
+        return found
 
 
 class Ranks:
@@ -35,16 +73,17 @@ class Ranks:
     def __init__(self, ranks: int, multiprocessors: int | None = None):
         from cuda.bindings import driver
 
-        self.driver = driver
-        _check(driver.cuInit(0))
-        context = _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(0))))
-        driver.cuCtxSetCurrent(context)
-        attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-        all_of_them = _check(driver.cuDeviceGetAttribute(attribute, _check(driver.cuDeviceGet(0))))
-        self.ranks = ranks
-        self.multiprocessors = multiprocessors or all_of_them // ranks // 2 * 2
+        device = enter(0)
+
+        def attribute(name):
+            key = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+            return check(driver.cuDeviceGetAttribute(key, device))
+
+        self.driver, self.ranks = driver, ranks
+        self.capability = ".".join(str(attribute(f"COMPUTE_CAPABILITY_{part}")) for part in ("MAJOR", "MINOR"))
+        self.multiprocessors = multiprocessors or attribute("MULTIPROCESSOR_COUNT") // ranks // 2 * 2
         self.seats = runtime.native().CudaSeats([0] * ranks)
-        self.streams = [_check(driver.cuStreamCreate(1)) for _ in range(ranks)]
+        self.streams = [check(driver.cuStreamCreate(1)) for _ in range(ranks)]
         self.generation = 0
         self.acknowledged = None  # the last failure that is known; None: all that there were
 
@@ -58,17 +97,11 @@ class Ranks:
 
     def wait(self):
         for stream in self.streams:
-            _check((*self.driver.cuStreamSynchronize(stream), None))
+            check(self.driver.cuStreamSynchronize(stream))
 
     def failures(self):
         """(code, rank, value, extra) of each seat, and forgets them."""
         return [tuple(self.seats.take_failure(s)) for s in range(self.ranks)]
-
-
-def _poisoned(*shape, dtype):
-    size = np.dtype(dtype).itemsize
-    raw = jnp.full((int(np.prod(shape)), size), 255, jnp.uint8)
-    return jax.lax.bitcast_convert_type(raw, dtype).reshape(shape)
 
 
 class _Call:
@@ -87,6 +120,7 @@ class _Call:
         saved=None,
         weight_grads=jnp.bfloat16,
     ):
+        enter(0)  # JAX may have left this thread in another GPU's context
         x, ids, weights, experts, shared, dy = inputs
         P = of.ranks
         self.of, self.timeout_s, self.absent, self.save, self.saved = of, timeout_s, absent, save, saved
@@ -98,20 +132,20 @@ class _Call:
         self.shape = [P, E, K, 2, T, H, inter, width, rows]
         of.seats.reserve(self.shape)
         build = (save or saved is not None, weight_grads == jnp.float32)
-        self.kernels = cuda.load(self.kernel, H, inter, K, width, *build)
+        self.kernels = cuda.load_on((0,), of.capability, self.kernel, H, inter, K, width, *build)
         self.buffers = []
         for r in range(P):
             mine = slice(r * T, (r + 1) * T)
             local = slice(r * (E // P), (r + 1) * (E // P))
             operands = [
-                jnp.array([r, group], jnp.int32),
-                *map(jnp.array, (x[mine], ids[mine], weights[mine])),
-                *(jnp.array(w[local]) for w in experts),
-                *map(jnp.array, shared or experts),
+                Buffer.of(np.array([r, group], np.int32)),
+                *map(Buffer.of, (x[mine], ids[mine], weights[mine])),
+                *(Buffer.of(w[local]) for w in experts),
+                *map(Buffer.of, shared or experts),
             ]
-            self.buffers.append(operands + self.results_and_workspace(r, operands, jnp.array(dy[mine])))
-        jax.block_until_ready(self.buffers)
-        self.addresses = [[0 if b is None else b.unsafe_buffer_pointer() for b in bs] for bs in self.buffers]
+            self.buffers.append(operands + self.results_and_workspace(r, operands, Buffer.of(dy[mine])))
+        check(of.driver.cuCtxSynchronize())
+        self.addresses = [[0 if b is None else b.address for b in bs] for bs in self.buffers]
 
     def results_and_workspace(self, rank, operands, dy) -> list:
         raise NotImplementedError
@@ -138,8 +172,8 @@ class _Call:
         return self.results()
 
     def fetch(self, first, last):
-        """Results by rank, as numpy. An array that was read once is kept on the host: hence the copies."""
-        return [[np.array(jnp.copy(a)) for a in b[first:last]] for b in self.buffers]
+        """Results by rank, as numpy."""
+        return [[a.numpy() for a in b[first:last]] for b in self.buffers]
 
     def results(self):
         raise NotImplementedError
@@ -153,12 +187,10 @@ class Forward(_Call):
         rows = runtime.native().cuda_padded_rows(self.shape)
         sizes = [(rows, H), (rows, inter), (rows, inter), (T, max(width, 8)), (T, max(width, 8))]
         return [
-            _poisoned(*dy.shape, dtype=jnp.bfloat16),
-            jnp.full(E, -7, jnp.int32),
-            jnp.full(P, -7, jnp.int32),
-            jnp.full((), -7, jnp.int32),
-            jnp.full(runtime.native().cuda_workspace_bytes(self.shape, self.save), 255, jnp.uint8),
-            *(_poisoned(*size, dtype=jnp.bfloat16) if self.save else None for size in sizes),
+            Buffer(dy.shape, jnp.bfloat16),
+            *(Buffer(shape, np.int32) for shape in ((E,), (P,), ())),
+            Buffer((runtime.native().cuda_workspace_bytes(self.shape, self.save),), np.uint8),
+            *(Buffer(size, jnp.bfloat16) if self.save else None for size in sizes),
         ]
 
     def start(self, rank, *args):
@@ -178,10 +210,10 @@ class Backward(_Call):
         return [
             *([None] * 5 if self.saved is None else self.saved.buffers[rank][15:20]),
             dy,
-            _poisoned(*dy.shape, dtype=jnp.bfloat16),
-            _poisoned(*operands[3].shape, dtype=jnp.float32),
-            *(_poisoned(*w.shape, dtype=self.weight_grads) for w in operands[4:10]),
-            jnp.full(workspace, 255, jnp.uint8),
+            Buffer(dy.shape, jnp.bfloat16),
+            Buffer(operands[3].shape, jnp.float32),
+            *(Buffer(w.shape, self.weight_grads) for w in operands[4:10]),
+            Buffer((workspace,), np.uint8),
         ]
 
     def start(self, rank, *args):

@@ -67,7 +67,6 @@ def _check(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-@functools.cache
 def load(
     main: str, hidden: int, inter: int, top_k: int, shared_inter: int, save: bool, weight_grad_f32: bool
 ) -> tuple[int, int]:
@@ -75,18 +74,35 @@ def load(
 
     Returns the addresses of the route kernel and of the main kernel, "mok_forward" or "mok_backward".
     """
+    capability = jax.local_devices(backend="gpu")[0].compute_capability
+    return load_on(tuple(devices()), capability, main, hidden, inter, top_k, shared_inter, save, weight_grad_f32)
+
+
+@functools.cache
+def load_on(
+    ordinals: tuple[int, ...],
+    capability: str,
+    main: str,
+    hidden: int,
+    inter: int,
+    top_k: int,
+    shared_inter: int,
+    save: bool,
+    weight_grad_f32: bool,
+) -> tuple[int, int]:
+    """The same on GPUs of this compute capability, without JAX."""
     from cuda.bindings import driver  # pyright: ignore
 
     _check(driver.cuInit(0))
-    arch = _ARCH_OF[jax.local_devices(backend="gpu")[0].compute_capability]
     names, kernels = ("mok_route", main), []
     for name in names:
         of_main = (save, weight_grad_f32) if name == main else ()
         shape = macros(hidden, inter, top_k, shared_inter, *of_main)
-        library = _check(driver.cuLibraryLoadData(jit.cubin(name, arch, shape), [], [], 0, [], [], 0))
+        code = jit.cubin(name, _ARCH_OF[capability], shape)
+        library = _check(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
         kernels.append(_check(driver.cuLibraryGetKernel(library, name.encode())))
     shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    for ordinal in devices():
+    for ordinal in ordinals:
         handle = _check(driver.cuDeviceGet(ordinal))
         context = _check(driver.cuDevicePrimaryCtxRetain(handle))
         _check(driver.cuCtxPushCurrent(context))
