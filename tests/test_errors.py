@@ -181,16 +181,21 @@ def test_a_backend_that_cannot_run_here_says_why(inputs):
         layer(inputs, mok.MoEConfig(backend="cuda"))
 
 
-def test_blocking_launches_are_refused_between_ranks(monkeypatch):
+def test_what_is_refused_between_gpus_only(monkeypatch):
     from jax_mok import runtime
     from jax_mok.backends import ffi
     from jax_mok.cli.doctor import _SMALL
 
     monkeypatch.setattr(runtime.cuda, "refusal", lambda: None)
+    monkeypatch.setattr(runtime.cuda, "unlinked", lambda: [])
     pair = dataclasses.replace(_SMALL, ranks=2)
     assert ffi.refusal(pair, "cuda", "cuda") is None
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert "CUDA_LAUNCH_BLOCKING" in ffi.refusal(pair, "cuda", "cuda")
+    assert ffi.refusal(_SMALL, "cuda", "cuda") is None
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
+    monkeypatch.setattr(runtime.cuda, "unlinked", lambda: [(0, 1), (1, 0)])
+    assert "GPU 0 cannot read the memory of GPU 1" in ffi.refusal(pair, "cuda", "cuda")
     assert ffi.refusal(_SMALL, "cuda", "cuda") is None
 
 

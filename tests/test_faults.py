@@ -95,6 +95,60 @@ def test_more_rows_than_capacity_is_an_error_and_not_a_drop(P):
     assert_still_works(mesh_of(P))
 
 
+def data_parallel_program(expert, config, gradients):
+    """The mean of y over all devices, or the gradients with it, and a sum over them that does not need the layer."""
+    sizes, names = ((2, expert), ("data", "expert")) if expert > 1 else ((2,), ("data",))
+    mesh, axis = mesh_of(*sizes, names=names), "expert" if expert > 1 else None
+    by_token, by_expert = P(names), P(axis)
+
+    def mean(x, ids, weights, experts):
+        y = mok.local_moe(x, ids, weights, experts, axis=axis, config=config)
+        return jax.lax.psum(y.astype(jnp.float32).mean(), names)
+
+    def local(x, *rest):
+        first = jax.lax.psum(x.astype(jnp.float32).sum(), names)
+        found = jax.value_and_grad(mean)(x, *rest) if gradients else mean(x, *rest)
+        return first, jax.tree.map(lambda a: jax.lax.psum(a.astype(jnp.float32).sum(), names), found)
+
+    specs = (by_token, by_token, by_token, mok.Experts(*[by_expert] * 3))
+    step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
+
+    def run(inputs):
+        with mok.typed_errors():
+            return np.asarray(jax.tree.leaves(step(*jax.tree.map(jnp.asarray, tuple(inputs[:4]))))[1:])
+
+    return run
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("expert", [1, 2])
+@pytest.mark.parametrize("fault", ["bad id", "capacity"])
+def test_devices_beside_the_group_are_not_left_waiting(fault, expert, gradients):
+    """A group that raised alone would leave the others waiting in XLA's collectives, which then end the process."""
+    good, bad = (make_inputs(64, 48, 32, 8, 2, dtype="bfloat16") for _ in range(2))
+    config = mok.MoEConfig(capacity_factor=None if fault == "bad id" else 1.5 if expert > 1 else 0.9)
+    good.ids[:] = np.arange(128).reshape(64, 2) % (8 if expert > 1 else 7)
+    bad.ids[:] = good.ids
+    if expert == 1:  # 57 of 64 slots are in use
+        good.ids[np.arange(128).reshape(64, 2) % 64 >= 57] = bad.ids[np.arange(128).reshape(64, 2) % 64 >= 57] = -1
+    bad.ids[32:] = 7  # of the second group
+    if fault == "bad id":
+        bad.ids[-1, 1] = 8
+    error, words = {"bad id": (mok.RoutingError, r"id 8 in slot 1"), "capacity": (mok.CapacityError, "64 rows")}[fault]
+    run = data_parallel_program(expert, config, gradients)
+    want = run(good)
+    assert np.isfinite(want).all()
+
+    def bad_then_good():
+        assert np.isnan(run(bad)).any()
+        run(good)
+
+    for _ in range(3):
+        with pytest.raises(error, match=words):  # by the backward call already, or by the next run
+            bad_then_good()
+        np.testing.assert_array_equal(run(good), want)
+
+
 def test_capacity_that_just_suffices():
     inputs = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16", ids=np.arange(128).reshape(64, 2) % 8)
     assert_accurate(run_layer(inputs, mesh_of(4), mok.MoEConfig(capacity_factor=1.0)), oracle(inputs), "bfloat16")

@@ -50,15 +50,15 @@ CallOrder::Place CallOrder::next_place(const SiteKey& site) {
 const CallOrder::Place* CallOrder::find(int32_t seat, const Key& key) {
   const auto it = calls_.find(key);
   if (it == calls_.end()) return nullptr;
-  Calls& calls = it->second;
-  const size_t i = std::max(calls.entered[size_t(seat)], calls.forgotten) - calls.forgotten;
+  const Calls& calls = it->second;
+  const size_t entered = size_t(seat) < calls.entered.size() ? calls.entered[size_t(seat)] : 0;
+  const size_t i = std::max(entered, calls.forgotten) - calls.forgotten;
   return i < calls.places.size() ? &calls.places[i] : nullptr;
 }
 
 const CallOrder::Place* CallOrder::start(const Key& key, const SiteKey& site) {
   started_.push_back(key);
   Calls& calls = calls_[key];
-  calls.entered.resize(size_t(seats_));
   calls.places.push_back(next_place(site));
   if (started_.size() > kCallsKept) {
     const auto oldest = calls_.find(started_.front());
@@ -88,6 +88,7 @@ CallOrder::Place CallOrder::enter(int32_t seat, int64_t run, const SiteKey& site
   }
   const Place place = found != nullptr ? *found : *start(key, site);
   Calls& calls = calls_.at(key);
+  calls.entered.resize(std::max(calls.entered.size(), size_t(seat) + 1));
   size_t& entered = calls.entered[size_t(seat)];
   entered = std::max(entered, calls.forgotten) + 1;
   HostStatus& mine = statuses_[seat];
@@ -114,6 +115,17 @@ void CallOrder::watch() {
   ended_ = ended_ || latest == 0;
   asking_ = false;
   decided_.notify_all();
+}
+
+void CallOrder::leave_behind(int32_t seat, uint64_t generation, const Status& why) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  HostStatus& s = statuses_[seat];
+  if (code_of(s) != 0 && s.generation > acknowledged_) return;
+  s.generation = generation;
+  s.rank = why.rank;
+  s.value = why.value;
+  s.extra = why.extra;
+  __atomic_store_n(&s.code, uint64_t(why.code), __ATOMIC_RELEASE);
 }
 
 Status CallOrder::take_failure(int32_t seat) {

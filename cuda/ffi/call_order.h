@@ -45,6 +45,8 @@ class CallOrder {
   // the same order, a failure that all ranks have judged alike is raised by all in a call that they agree on; any other
   // one is the end: every later call raises it.
   Place enter(int32_t seat, int64_t run, const SiteKey& site);
+  // What a kernel does when its call fails, for calls that have none.
+  void leave_behind(int32_t seat, uint64_t generation, const Status& why);
   // What an earlier call left behind, for an only seat without peers, all of whose calls have generation 1.
   Status take_failure(int32_t seat);
   // Of seats of several processes: looks for a failure, and agrees on when to raise it. To be called again and again by a
@@ -56,7 +58,7 @@ class CallOrder {
   struct Calls {
     std::deque<Place> places;
     size_t forgotten = 0;         // earlier ones
-    std::vector<size_t> entered;  // by each seat
+    std::vector<size_t> entered;  // by each seat, up to the last that has
   };
 
   const Place* find(int32_t seat, const Key& key);

@@ -3,6 +3,7 @@
 #include "cpu_handlers.h"
 
 #include <cstdint>
+#include <cstring>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -11,14 +12,28 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "../cpu/layer.h"
 #include "../cpu/registry.h"
 #include "../cpu/threads.h"
 #include "call_frame.h"
+#include "call_order.h"
 
 namespace mok::ffi {
 namespace {
+
+// An EP group that is only a part of its program's devices cannot raise: the others would wait for it in XLA's collectives
+// until XLA ends the process. Its failed calls return NaN, and all devices of the next call raise, as on GPUs.
+struct Deferred {
+  static constexpr int32_t kMostDevices = 1024;
+  std::vector<HostStatus> statuses = std::vector<HostStatus>(kMostDevices);
+  CallOrder order{statuses.data(), kMostDevices};
+};
+CallOrder& deferred() {
+  static Deferred* const d = new Deferred;
+  return d->order;
+}
 
 // One per call site of a compiled program, shared by all devices that run it: what tells two calls of a run apart.
 class CallSite {
@@ -60,11 +75,14 @@ struct Decoded {
   cpu::GroupName group;
   cpu::CallKey key;
   double patience_s;  // for the calls before this one, whose peers may still be compiling
+  int32_t device;
+  bool defers;        // what goes wrong
 
   double limit_s(const Status& s) const { return is_arrival(Wait(s.value)) ? args.arrival_timeout_s : args.timeout_s; }
 };
 
-Decoded decode(const xf::RemainingArgs& in, const xf::Dictionary& attributes, xf::RunId run, CallSite* site) {
+Decoded decode(const xf::RemainingArgs& in, const xf::Dictionary& attributes, xf::RunId run, int32_t device,
+               CallSite* site) {
   const auto* coords = static_cast<const int32_t*>(data(in, kCoords));
   const Shape shape = shape_of(in, attributes);
   auto text = [&](const char* name) { return std::string(attribute<std::string_view>(attributes, name)); };
@@ -78,8 +96,29 @@ Decoded decode(const xf::RemainingArgs& in, const xf::Dictionary& attributes, xf
            {data(in, kSharedGate), data(in, kSharedUp), data(in, kSharedDown)}},
           {group, shape.ranks, !span.empty()},
           {run.run_id, site->number()},
-          first_s > timeout_s ? first_s : timeout_s};
+          first_s > timeout_s ? first_s : timeout_s,
+          device,
+          span.empty() && attribute<int64_t>(attributes, "devices") > shape.ranks && device < Deferred::kMostDevices};
 }
+
+// Results that nobody may take for any: floats are NaN, counts 0.
+struct Poison {
+  struct Array { void* at; size_t bytes; int value; };
+  std::vector<Array> arrays;
+  int32_t* status = nullptr;
+
+  explicit Poison(const xf::RemainingRets& results) {
+    for (size_t i = 0; i < results.size(); ++i) {
+      auto array = *results.get<xf::AnyBuffer>(i);
+      const bool counts = array->element_type() == xf::DataType::S32;
+      arrays.push_back({array->untyped_data(), array->size_bytes(), counts ? 0 : 0xff});
+    }
+  }
+  void apply(Code code) const {
+    for (const Array& a : arrays) std::memset(a.at, a.value, a.bytes);
+    if (status != nullptr) *status = int32_t(code);
+  }
+};
 
 int worker_count(const Shape& shape) {
   const int n = cpu::core_count() / shape.ranks;
@@ -97,11 +136,21 @@ Status run_in_group(const Decoded& call, const Body& body) {
   return entrance.abandoned() ? entrance.why() : body(*group, entrance.generation());
 }
 
-// Runs one rank's call on a thread of its own, in the group's order.
-xf::Future launch(const Decoded& call, Body body) {
+xf::Future failed(xf::Error error) {
   xf::Promise promise;
   xf::Future future(promise);
-  auto job = [call, promise, body = std::move(body)]() mutable {
+  promise.SetError(std::move(error));
+  return future;
+}
+
+// Runs one rank's call on a thread of its own, in the group's order.
+xf::Future launch(const Decoded& call, const CallSite* site, Poison poison, Body body) {
+  CallOrder::Place place{};
+  if (call.defers) place = deferred().enter(call.device, call.key.run, {site, site->number()});
+  if (const Status& raise = place.raise; !raise.ok()) return failed(to_error(raise, call.args.shape, call.limit_s(raise)));
+  xf::Promise promise;
+  xf::Future future(promise);
+  auto job = [call, promise, generation = place.generation, poison = std::move(poison), body = std::move(body)]() mutable {
     Status status;
     std::string failure;
     try {
@@ -113,37 +162,37 @@ xf::Future launch(const Decoded& call, Body body) {
     }
     // Completing the promise may run XLA's continuation on this thread: nothing of ours may be held here.
     if (!failure.empty()) promise.SetError(xf::Error(xf::ErrorCode::kResourceExhausted, failure));
-    else if (!status.ok()) promise.SetError(to_error(status, call.args.shape, call.limit_s(status)));
+    else if (!status.ok() && call.defers) {
+      poison.apply(status.code);
+      if (status.code == Code::peer_timeout) status.extra = int64_t(call.limit_s(status) * 1e9);
+      deferred().leave_behind(call.device, generation, status);
+      promise.SetAvailable();
+    } else if (!status.ok()) promise.SetError(to_error(status, call.args.shape, call.limit_s(status)));
     else promise.SetAvailable();
   };
   if (!cpu::run_on_thread(job)) job();  // no more threads: XLA's own has to wait
   return future;
 }
 
-xf::Future failed(xf::Error error) {
-  xf::Promise promise;
-  xf::Future future(promise);
-  promise.SetError(std::move(error));
-  return future;
-}
-
-xf::Future forward(xf::RunId run, CallSite* site, xf::RemainingArgs in, xf::RemainingRets results,
+xf::Future forward(xf::RunId run, int32_t device, CallSite* site, xf::RemainingArgs in, xf::RemainingRets results,
                    xf::Dictionary attributes) {
   if (xf::Error e = check_counts(in, kForwardOperands, results, kForwardResults); e.failure()) return failed(e);
-  const Decoded call = decode(in, attributes, run, site);
+  const Decoded call = decode(in, attributes, run, device, site);
   const cpu::ForwardResults out{data(results, 0), static_cast<int32_t*>(data(results, 1)),
                                 static_cast<int32_t*>(data(results, 2)), static_cast<int32_t*>(data(results, 3)),
                                 saved_buffers(results, 4, attribute<int64_t>(attributes, "save") != 0)};
   const int workers = worker_count(call.args.shape);
-  return launch(call, [args = call.args, out, workers](cpu::Group& group, uint64_t generation) {
+  Poison poison(results);
+  poison.status = out.status;
+  return launch(call, site, std::move(poison), [args = call.args, out, workers](cpu::Group& group, uint64_t generation) {
     return cpu::run_forward(group, generation, args, out, workers);
   });
 }
 
-xf::Future backward(xf::RunId run, CallSite* site, xf::RemainingArgs in, xf::RemainingRets results,
+xf::Future backward(xf::RunId run, int32_t device, CallSite* site, xf::RemainingArgs in, xf::RemainingRets results,
                     xf::Dictionary attributes) {
   if (xf::Error e = check_counts(in, kBackwardOperands, results, kBackwardResults); e.failure()) return failed(e);
-  const Decoded call = decode(in, attributes, run, site);
+  const Decoded call = decode(in, attributes, run, device, site);
   const cpu::SavedBuffers saved = saved_buffers(in, kForwardOperands, attribute<std::string_view>(attributes, "residuals") == "save");
   const void* dy = data(in, kBackwardOperands - 1);
   const cpu::BackwardResults out{data(results, 0), static_cast<float*>(data(results, 1)),
@@ -151,7 +200,7 @@ xf::Future backward(xf::RunId run, CallSite* site, xf::RemainingArgs in, xf::Rem
                                  {data(results, 5), data(results, 6), data(results, 7)},
                                  weight_grad_bytes(attributes)};
   const int workers = worker_count(call.args.shape);
-  return launch(call, [args = call.args, saved, dy, out, workers](cpu::Group& group, uint64_t generation) {
+  return launch(call, site, Poison(results), [args = call.args, saved, dy, out, workers](cpu::Group& group, uint64_t generation) {
     return cpu::run_backward(group, generation, args, saved, dy, out, workers);
   });
 }
@@ -161,9 +210,11 @@ xf::Future backward(xf::RunId run, CallSite* site, xf::RemainingArgs in, xf::Rem
 XLA_FFI_DEFINE_HANDLER(kInstantiateForward, instantiate_forward, xf::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER(kInstantiateBackward, instantiate_backward, xf::Ffi::BindInstantiate().Attrs());
 XLA_FFI_DEFINE_HANDLER(kForward, forward,
-                       xf::Ffi::Bind().Ctx<xf::RunId>().Ctx<xf::State<CallSite>>().RemainingArgs().RemainingRets().Attrs());
+                       xf::Ffi::Bind().Ctx<xf::RunId>().Ctx<xf::DeviceOrdinal>().Ctx<xf::State<CallSite>>()
+                           .RemainingArgs().RemainingRets().Attrs());
 XLA_FFI_DEFINE_HANDLER(kBackward, backward,
-                       xf::Ffi::Bind().Ctx<xf::RunId>().Ctx<xf::State<CallSite>>().RemainingArgs().RemainingRets().Attrs());
+                       xf::Ffi::Bind().Ctx<xf::RunId>().Ctx<xf::DeviceOrdinal>().Ctx<xf::State<CallSite>>()
+                           .RemainingArgs().RemainingRets().Attrs());
 
 namespace {
 

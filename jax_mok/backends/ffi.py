@@ -108,6 +108,7 @@ def _attributes(call: Call) -> dict[str, Any]:
         "tokens": np.int64(call.tokens),
         "top_k": np.int64(call.top_k),
         "ranks": np.int64(call.ranks),
+        "devices": np.int64(max(jax.sharding.get_abstract_mesh().size, 1)),
         "experts": np.int64(call.experts),
         "max_rows": np.int64(call.max_rows),
         "timeout_s": np.float64(call.config.timeout_s),
