@@ -13,6 +13,7 @@ enum class Code : int32_t {
   shape_mismatch = 4,   // rank = one whose call has another shape
   peer_failed = 5,      // rank = one that ended its call by an error of its own
   peer_died = 6,        // rank = one whose process ended
+  out_of_memory = 7,    // rank = one whose process has no room for the buffers of its call
 };
 
 // What a rank waited for when it gave up, or what it learned instead.

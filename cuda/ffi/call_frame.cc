@@ -18,7 +18,8 @@ const char* wait_name(Wait what) {
 
 std::string message(const Status& s, const Shape& shape, double timeout_s) {
   auto num = [](int64_t v) { return std::to_string(v); };
-  const std::string who = "EP rank " + num(s.rank) + " of " + num(shape.ranks);
+  // a later call may raise it, of a group that has fewer ranks
+  const std::string who = "EP rank " + num(s.rank) + (s.rank < shape.ranks ? " of " + num(shape.ranks) : "");
   switch (s.code) {
     case Code::id_out_of_range: {
       const BadId bad = bad_id_of(s);
@@ -34,6 +35,9 @@ std::string message(const Status& s, const Shape& shape, double timeout_s) {
              "process than before. All ranks of an EP group must run the same program on the same mesh.";
     case Code::peer_failed:
       return "jax_mok PeerFailedError: " + who + " ended this call by an error of its own.";
+    case Code::out_of_memory:
+      return "jax_mok: " + who + " is out of host memory for the buffers of an MoE call; lower MoEConfig.capacity_factor or "
+             "the batch";
     case Code::peer_died:
       return "jax_mok PeerDiedError: " + who + " is gone: its process ended or left the job. The group cannot be used "
              "any more; see what that process printed last, and start the job again from a checkpoint.";
@@ -61,7 +65,8 @@ Sites& sites() {
 xf::ErrorCode error_code(Code code) {
   switch (code) {
     case Code::id_out_of_range: return xf::ErrorCode::kInvalidArgument;
-    case Code::over_capacity: return xf::ErrorCode::kResourceExhausted;
+    case Code::over_capacity:
+    case Code::out_of_memory: return xf::ErrorCode::kResourceExhausted;
     case Code::shape_mismatch: return xf::ErrorCode::kFailedPrecondition;
     case Code::peer_failed:
     case Code::peer_died: return xf::ErrorCode::kAborted;

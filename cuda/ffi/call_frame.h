@@ -47,6 +47,9 @@ inline Shape shape_of(const xf::RemainingArgs& in, const xf::Dictionary& attribu
           attribute<int64_t>(attributes, "max_rows")};
 }
 
+// Whether the program runs this call on one device only: its mesh has no other.
+inline bool runs_alone(const xf::Dictionary& attributes) { return attribute<int64_t>(attributes, "devices") == 1; }
+
 // XLA reads a handler's state type when the handler is registered, and JAX registers handlers before types. The first
 // call that XLA makes to any handler, a query for its metadata, brings the API with which to register the type.
 template <class T>

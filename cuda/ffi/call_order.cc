@@ -21,28 +21,38 @@ bool is_judged(Code code) { return code == Code::id_out_of_range || code == Code
 
 }  // namespace
 
+bool CallOrder::is_unraised(int32_t seat) const {
+  const HostStatus& s = statuses_[seat];
+  return code_of(s) != 0 && s.generation > (agree_ ? acknowledged_ : raised_[size_t(seat)]);
+}
+
 // The oldest failure that has not been raised.
 const HostStatus* CallOrder::unraised() const {
   const HostStatus* oldest = nullptr;
-  for (const HostStatus* s = statuses_; s < statuses_ + seats_; ++s) {
-    if (code_of(*s) == 0 || s->generation <= acknowledged_) continue;
-    if (oldest == nullptr || s->generation < oldest->generation) oldest = s;
-  }
+  for (int32_t i = 0; i < seats_; ++i)
+    if (is_unraised(i) && (oldest == nullptr || statuses_[i].generation < oldest->generation)) oldest = &statuses_[i];
   return oldest;
 }
 
-CallOrder::Place CallOrder::next_place(const SiteKey& site) {
+void CallOrder::mark_raised(int32_t seat, uint64_t generation) {
+  raised_[size_t(seat)] = std::max(raised_[size_t(seat)], generation);
+}
+
+CallOrder::Place CallOrder::next_place(int32_t seat, int64_t run, const SiteKey& site, bool alone) {
   const uint64_t next = ++last_generation_, stamp = site.number * 0x9e3779b97f4a7c15ull + ++visits_[site.number];
-  const HostStatus* const failed = unraised();
+  if (!agree_ && !ending_.second.ok() && ending_.first == run) return {next, acknowledged_, ending_.second, stamp};
+  const HostStatus* const failed = !alone ? unraised() : is_unraised(seat) ? &statuses_[seat] : nullptr;
   // before the call that raises: it ends at once, for the device knows of the failure
   if (failed == nullptr || (agree_ && !ended_ && next < raise_in_)) return {next, acknowledged_, {}, stamp};
   const Status raise = failure_of(*failed);
   if (ended_) return {next, acknowledged_, raise, stamp};
   raise_in_ = 0;
-  if (agree_) acknowledged_ = next - 1;  // in all processes alike
-  else
-    for (const HostStatus* s = statuses_; s < statuses_ + seats_; ++s)
-      if (code_of(*s) != 0) acknowledged_ = std::max(acknowledged_, s->generation);
+  acknowledged_ = next - 1;  // in all processes alike
+  if (!agree_) {
+    ending_ = {run, raise};
+    for (int32_t i = 0; i < seats_; ++i)
+      if (is_unraised(i) && (!alone || i == seat)) mark_raised(i, statuses_[i].generation);
+  }
   return {next, acknowledged_, raise, stamp};
 }
 
@@ -56,10 +66,10 @@ const CallOrder::Place* CallOrder::find(int32_t seat, const Key& key) {
   return i < calls.places.size() ? &calls.places[i] : nullptr;
 }
 
-const CallOrder::Place* CallOrder::start(const Key& key, const SiteKey& site) {
+const CallOrder::Place* CallOrder::start(int32_t seat, const Key& key, const SiteKey& site, bool alone) {
   started_.push_back(key);
   Calls& calls = calls_[key];
-  calls.places.push_back(next_place(site));
+  calls.places.push_back(next_place(seat, key.first, site, alone));
   if (started_.size() > kCallsKept) {
     const auto oldest = calls_.find(started_.front());
     started_.pop_front();
@@ -78,7 +88,7 @@ void CallOrder::wait_for_agreement(std::unique_lock<std::mutex>& lock) {
   if (!ended_ && !decided_.wait_for(lock, kLongestAgreement, settled)) ended_ = true;  // nobody watches any more
 }
 
-CallOrder::Place CallOrder::enter(int32_t seat, int64_t run, const SiteKey& site) {
+CallOrder::Place CallOrder::enter(int32_t seat, int64_t run, const SiteKey& site, bool alone) {
   std::unique_lock<std::mutex> lock(mutex_);
   const Key key{run, site.address};
   const Place* found = find(seat, key);
@@ -86,13 +96,14 @@ CallOrder::Place CallOrder::enter(int32_t seat, int64_t run, const SiteKey& site
     wait_for_agreement(lock);
     found = find(seat, key);  // a peer of this process may have been faster
   }
-  const Place place = found != nullptr ? *found : *start(key, site);
+  const Place place = found != nullptr ? *found : *start(seat, key, site, alone);
   Calls& calls = calls_.at(key);
   calls.entered.resize(std::max(calls.entered.size(), size_t(seat) + 1));
   size_t& entered = calls.entered[size_t(seat)];
   entered = std::max(entered, calls.forgotten) + 1;
-  HostStatus& mine = statuses_[seat];
-  if (code_of(mine) != 0 && !ended_ && mine.generation <= acknowledged_) forget(mine);
+  // whatever of this seat's still fails of the calls before has been raised with the rest
+  if (!place.raise.ok()) mark_raised(seat, place.generation - 1);
+  if (code_of(statuses_[seat]) != 0 && !ended_ && !is_unraised(seat)) forget(statuses_[seat]);
   return place;
 }
 
@@ -120,7 +131,7 @@ void CallOrder::watch() {
 void CallOrder::leave_behind(int32_t seat, uint64_t generation, const Status& why) {
   std::lock_guard<std::mutex> lock(mutex_);
   HostStatus& s = statuses_[seat];
-  if (code_of(s) != 0 && s.generation > acknowledged_) return;
+  if (is_unraised(seat)) return;
   s.generation = generation;
   s.rank = why.rank;
   s.value = why.value;

@@ -36,7 +36,7 @@ class CallOrder {
   using Agree = std::function<uint64_t(uint64_t round, uint64_t next)>;
 
   CallOrder(HostStatus* statuses, int32_t seats, Agree agree = nullptr)
-      : statuses_(statuses), seats_(seats), agree_(std::move(agree)) {}
+      : statuses_(statuses), seats_(seats), agree_(std::move(agree)), raised_(size_t(seats)) {}
 
   // The first seat that comes with a key gives it the next generation. A key is the XLA run and the call site; a seat may
   // come with the same key again (a loop), and each time is a call of its own. Kernels cannot raise, so a call raises
@@ -44,7 +44,8 @@ class CallOrder {
   // does not run its program must not leave its peers waiting, in this layer or in a collective of XLA's. With seats of other processes, which must all make the same calls in
   // the same order, a failure that all ranks have judged alike is raised by all in a call that they agree on; any other
   // one is the end: every later call raises it.
-  Place enter(int32_t seat, int64_t run, const SiteKey& site);
+  // `alone`: the program runs on no other device, and raises what this one left behind.
+  Place enter(int32_t seat, int64_t run, const SiteKey& site, bool alone = false);
   // What a kernel does when its call fails, for calls that have none.
   void leave_behind(int32_t seat, uint64_t generation, const Status& why);
   // What an earlier call left behind, for an only seat without peers, all of whose calls have generation 1.
@@ -62,10 +63,12 @@ class CallOrder {
   };
 
   const Place* find(int32_t seat, const Key& key);
-  const Place* start(const Key& key, const SiteKey& site);
+  const Place* start(int32_t seat, const Key& key, const SiteKey& site, bool alone);
   void wait_for_agreement(std::unique_lock<std::mutex>& lock);
+  bool is_unraised(int32_t seat) const;
   const HostStatus* unraised() const;
-  Place next_place(const SiteKey& site);
+  Place next_place(int32_t seat, int64_t run, const SiteKey& site, bool alone);
+  void mark_raised(int32_t seat, uint64_t generation);
 
   HostStatus* const statuses_;
   const int32_t seats_;
@@ -75,6 +78,8 @@ class CallOrder {
   std::map<Key, Calls> calls_;
   std::deque<Key> started_;              // of all calls that are kept, the oldest first
   std::map<uint64_t, uint64_t> visits_;  // by number of the site
+  std::vector<uint64_t> raised_;         // by seat: what it left behind up to this generation; without agree_
+  std::pair<int64_t, Status> ending_;    // the last run that raised; its devices may come to their calls in any order
   uint64_t last_generation_ = 0, acknowledged_ = 0;
   uint64_t rounds_ = 0, raise_in_ = 0;       // raise_in_: the call that raises, once that is agreed on
   bool asking_ = false, ended_ = false;      // ended_: nothing more will run

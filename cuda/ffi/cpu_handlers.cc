@@ -6,10 +6,12 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -29,10 +31,20 @@ struct Deferred {
   static constexpr int32_t kMostDevices = 1024;
   std::vector<HostStatus> statuses = std::vector<HostStatus>(kMostDevices);
   CallOrder order{statuses.data(), kMostDevices};
+  std::mutex mutex;
+  std::map<int32_t, int32_t> seats;
+
+  // Devices of a job are numbered over all its processes, with gaps.
+  int32_t seat_of(int32_t device) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const int32_t seat = seats.emplace(device, int32_t(seats.size())).first->second;
+    if (seat >= kMostDevices) throw std::runtime_error("a process has more than 1024 CPU devices");
+    return seat;
+  }
 };
-CallOrder& deferred() {
+Deferred& deferred() {
   static Deferred* const d = new Deferred;
-  return d->order;
+  return *d;
 }
 
 // One per call site of a compiled program, shared by all devices that run it: what tells two calls of a run apart.
@@ -76,6 +88,7 @@ struct Decoded {
   cpu::CallKey key;
   double patience_s;  // for the calls before this one, whose peers may still be compiling
   int32_t device;
+  bool spans_processes, alone;
   bool defers;        // what goes wrong
 
   double limit_s(const Status& s) const { return is_arrival(Wait(s.value)) ? args.arrival_timeout_s : args.timeout_s; }
@@ -98,7 +111,9 @@ Decoded decode(const xf::RemainingArgs& in, const xf::Dictionary& attributes, xf
           {run.run_id, site->number()},
           first_s > timeout_s ? first_s : timeout_s,
           device,
-          span.empty() && attribute<int64_t>(attributes, "devices") > shape.ranks && device < Deferred::kMostDevices};
+          !span.empty(),
+          runs_alone(attributes),
+          span.empty() && attribute<int64_t>(attributes, "devices") > shape.ranks};
 }
 
 // Results that nobody may take for any: floats are NaN, counts 0.
@@ -143,32 +158,40 @@ xf::Future failed(xf::Error error) {
   return future;
 }
 
+// How a rank's part of a call ended; `failure`: in words that no status has.
+Status run_guarded(const Decoded& call, const Body& body, std::string* failure) {
+  try {
+    return run_in_group(call, body);
+  } catch (const std::bad_alloc&) {
+    return {Code::out_of_memory, call.args.rank};
+  } catch (const std::exception& e) {
+    *failure = std::string("jax_mok: ") + e.what();
+    return {Code::peer_failed, call.args.rank};
+  }
+}
+
 // Runs one rank's call on a thread of its own, in the group's order.
 xf::Future launch(const Decoded& call, const CallSite* site, Poison poison, Body body) {
+  const int32_t seat = deferred().seat_of(call.device);
   CallOrder::Place place{};
-  if (call.defers) place = deferred().enter(call.device, call.key.run, {site, site->number()});
+  if (!call.spans_processes)
+    place = deferred().order.enter(seat, call.key.run, {site, site->number()}, call.alone);
   if (const Status& raise = place.raise; !raise.ok()) return failed(to_error(raise, call.args.shape, call.limit_s(raise)));
   xf::Promise promise;
   xf::Future future(promise);
-  auto job = [call, promise, generation = place.generation, poison = std::move(poison), body = std::move(body)]() mutable {
-    Status status;
+  auto job = [call, seat, promise, generation = place.generation, poison = std::move(poison), body = std::move(body)]() mutable {
     std::string failure;
-    try {
-      status = run_in_group(call, body);
-    } catch (const std::bad_alloc&) {
-      failure = "jax_mok: out of host memory for the buffers of an MoE call; lower MoEConfig.capacity_factor or the batch";
-    } catch (const std::exception& e) {
-      failure = std::string("jax_mok: ") + e.what();
-    }
-    // Completing the promise may run XLA's continuation on this thread: nothing of ours may be held here.
-    if (!failure.empty()) promise.SetError(xf::Error(xf::ErrorCode::kResourceExhausted, failure));
-    else if (!status.ok() && call.defers) {
+    Status status = run_guarded(call, body, &failure);
+    if (!status.ok() && call.defers) {
       poison.apply(status.code);
       if (status.code == Code::peer_timeout) status.extra = int64_t(call.limit_s(status) * 1e9);
-      deferred().leave_behind(call.device, generation, status);
-      promise.SetAvailable();
-    } else if (!status.ok()) promise.SetError(to_error(status, call.args.shape, call.limit_s(status)));
-    else promise.SetAvailable();
+      deferred().order.leave_behind(seat, generation, status);
+      status = {};
+    }
+    // Completing the promise may run XLA's continuation on this thread: nothing of ours may be held here.
+    if (status.ok()) promise.SetAvailable();
+    else if (!failure.empty()) promise.SetError(xf::Error(xf::ErrorCode::kResourceExhausted, failure));
+    else promise.SetError(to_error(status, call.args.shape, call.limit_s(status)));
   };
   if (!cpu::run_on_thread(job)) job();  // no more threads: XLA's own has to wait
   return future;

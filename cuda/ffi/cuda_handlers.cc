@@ -116,8 +116,10 @@ xf::Error enter(CudaCall* site, xf::RunId run, int32_t device, const xf::Diction
   entry->seat = seats.seat_of(device);
   if (entry->seat < 0)
     return xf::Error(xf::ErrorCode::kInternal, "jax_mok: GPU " + std::to_string(device) + " was not there when the first call was made");
-  if (c->shape.ranks > 1 || seats.count() > 1) entry->place = seats.order().enter(entry->seat, run.run_id, {site, site->number});
-  else entry->place = {1, 0, seats.order().take_failure(entry->seat), 0};
+  if (c->shape.ranks > 1 || seats.count() > 1)
+    entry->place = seats.order().enter(entry->seat, run.run_id, {site, site->number}, runs_alone(attributes));
+  else
+    entry->place = {1, 0, seats.order().take_failure(entry->seat), 0};
   const Status& raise = entry->place.raise;
   if (!raise.ok()) return to_error(raise, c->shape, c->timeout_s);
   if (site->is_first(entry->place.generation))

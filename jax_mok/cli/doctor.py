@@ -110,6 +110,9 @@ def _links() -> Iterator[Finding]:
     except ImportError:
         yield Finding("peer access", None, "not examined: needs pip install 'jax_mok[cuda]'")
         return
+    except RuntimeError as error:
+        yield Finding("peer access", False, str(error))
+        return
     count = len(cuda.devices())
     if (pairs := count * (count - 1)) > 0:
         yield Finding("peer access", not unlinked, f"{pairs - len(unlinked)} of {pairs} pairs of local GPUs")

@@ -48,7 +48,7 @@ void test_call_order() {
   s.fail(0, 4, Code::id_out_of_range, 1);
   const auto first = s.order.enter(0, 9, sites[0]);
   CHECK(first.raise.code == Code::id_out_of_range && first.raise.rank == 1 && first.raise.value == 5, "raised");
-  CHECK(first.acknowledged == 4, "and acknowledged");
+  CHECK(first.acknowledged == first.generation - 1, "with all calls before");
   s.fail(1, 4, Code::id_out_of_range, 1);
   const auto second = s.order.enter(1, 9, sites[0]);
   CHECK(second.generation == first.generation && second.raise.code == Code::id_out_of_range, "by the peer, too");
@@ -71,6 +71,33 @@ void test_call_order() {
     CHECK(s.order.enter(seat, 15, sites[0]).raise.code == Code::over_capacity, "raised by all devices of a program");
   for (int32_t seat = 0; seat < 2; ++seat) CHECK(s.order.enter(seat, 16, sites[0]).raise.ok(), "once");
   CHECK(s.order.enter(2, 17, sites[1]).raise.ok() && s.statuses[2].code == 0, "and not by the device itself any more");
+
+  // programs on one device tell their own failures only
+  s.fail(1, s.order.enter(1, 18, sites[1]).generation, Code::over_capacity, 0);
+  CHECK(s.order.enter(0, 19, sites[0], true).raise.ok(), "none of its own");
+  CHECK(s.order.enter(1, 20, sites[0], true).raise.code == Code::over_capacity, "its own");
+  CHECK(s.order.enter(1, 21, sites[0], true).raise.ok(), "once");
+}
+
+// What calls leave behind that were on their way when another one raised.
+void test_failures_of_calls_on_their_way() {
+  const ffi::SiteKey a{&a, 1}, b{&b, 2};
+  Seats s(4);
+  const uint64_t slow = s.order.enter(0, 1, a).generation, quick = s.order.enter(2, 2, b).generation;
+  CHECK(s.order.enter(1, 1, a).generation == slow && s.order.enter(3, 2, b).generation == quick, "two programs");
+  const uint64_t behind = s.order.enter(2, 2, a).generation;
+  s.order.enter(3, 2, a);
+  s.fail(2, quick, Code::id_out_of_range, 0);
+  CHECK(s.order.enter(2, 3, b).raise.code == Code::id_out_of_range, "raised");
+  CHECK(s.order.enter(2, 3, a).raise.code == Code::id_out_of_range, "by all calls of the run, in which order ever");
+  CHECK(s.order.enter(3, 3, a).raise.code == Code::id_out_of_range, "on all its devices");
+  s.fail(2, behind, Code::over_capacity, 0);
+  s.fail(3, behind, Code::over_capacity, 0);
+  CHECK(s.order.enter(2, 4, b).raise.ok() && s.order.enter(3, 4, b).raise.ok(), "what fails behind it is not told again");
+  s.fail(0, slow, Code::peer_timeout, 1);
+  CHECK(s.order.enter(0, 5, a).raise.code == Code::peer_timeout, "an older call of other devices is");
+  CHECK(s.order.enter(1, 5, a).raise.code == Code::peer_timeout, "on all its devices");
+  CHECK(s.order.enter(0, 6, a).raise.ok() && s.order.enter(1, 6, a).raise.ok(), "once");
 
   // an only seat without peers
   Seats alone(1);

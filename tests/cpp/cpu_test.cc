@@ -18,6 +18,7 @@ int main(int count, char** arguments) {
   run("pair stream", test_pair_stream);
   run("backward tasks", test_backward_tasks);
   run("order of calls on GPUs", test_call_order);
+  run("failures of calls on their way", test_failures_of_calls_on_their_way);
   run("many calls on GPUs", test_many_calls);
   run("order of calls on GPUs of several processes", test_call_order_of_several_processes);
   run("no call before processes agree", test_no_call_starts_before_processes_agree);
