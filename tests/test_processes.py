@@ -21,7 +21,8 @@ import jax_mok as mok
 
 ROOT = Path(__file__).parent.parent
 CASES = ROOT / "tests" / "process_cases.py"
-pytestmark = pytest.mark.timeout(300)
+# one after the other, also where tests run side by side: they look at /dev/shm, and each keeps several cores busy
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("processes")]
 
 
 def launch(processes: int, devices: int, script: Path, *args: Any, **environment: str) -> subprocess.CompletedProcess:
