@@ -20,7 +20,6 @@ from jax_mok.demo.loop import Trainer
 from jax_mok.demo.run import Report, run
 from jax_mok.demo.settings import ModelConfig, Plan, Settings, SettingsError
 
-pytestmark = pytest.mark.xdist_group("demo")  # one trainer of each framework for all
 FRAMEWORKS = ("flax", "equinox")
 TINY = Settings(
     model=ModelConfig(layers=1, hidden=16, heads=2, inter=16, experts=8, sequence=16),
