@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -155,6 +156,22 @@ def layer_digests(devices: Sequence[Any], wanted: Sequence[str] = ()) -> dict[st
     case("one call site, many times", scanned)
     case("independent layers", lambda: local_program(mesh, independent_layers)(*on_mesh[:4]))
     return found
+
+
+# ---- how a test starts them ----
+
+
+def launch(processes: int, devices: int, script: Path, *args: Any, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "jax_mok", "launch", "-n", processes, "--devices-per-process", devices]
+    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    return subprocess.run(
+        [*map(str, [*command, script, *args])],
+        env={**clean, "JAX_PLATFORMS": "cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
 
 
 # ---- scenarios ----

@@ -6,8 +6,6 @@ import functools
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +14,12 @@ import numpy as np
 import process_cases
 import pytest
 from jax.sharding import Mesh
+from process_cases import launch
 
 import jax_mok as mok
 
-ROOT = Path(__file__).parent.parent
-CASES = ROOT / "tests" / "process_cases.py"
+CASES = Path(process_cases.__file__)
 pytestmark = pytest.mark.timeout(300)
-
-
-def launch(processes: int, devices: int, script: Path, *args: Any, **environment: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "jax_mok", "launch", "-n", processes, "--devices-per-process", devices]
-    clean = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    return subprocess.run(
-        [*map(str, [*command, script, *args])],
-        env={**clean, "JAX_PLATFORMS": "cpu", **environment},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
 
 
 def run_case(
@@ -113,26 +98,6 @@ def test_late_processes_and_another_job(tmp_path):
         assert error["error"] == "PeerTimeoutError"
         assert re.search(r"EP rank [23] of 4 .* within 2\.5", error["message"])
         assert error["seconds"] < process_cases.CONFIG.timeout_s + 2
-
-
-def train(tmp_path: Path, processes: int, devices: int, *args: Any) -> tuple[str, str]:
-    """Its steps, and the digest of the final parameters."""
-    script = ROOT / "examples" / "train_multihost.py"
-    fast = "--xla_backend_optimization_level=0"  # most of the time is compilation, in every process
-    done = launch(processes, devices, script, "--output", tmp_path, *args, XLA_FLAGS=fast)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    (steps,) = re.findall(rf"{processes} processes, 4 devices: (steps \d+ to \d+)", done.stdout)
-    (digest,) = re.findall(r"parameters ([0-9a-f]{64})", done.stdout)
-    return steps, digest
-
-
-def test_training_saved_by_four_processes_and_resumed_by_two(tmp_path):
-    """Four, then two processes end with the parameters of an uninterrupted run in one, so they had them halfway too."""
-    _, halfway = train(tmp_path / "many", 4, 1, "--steps", 4)
-    steps, end = train(tmp_path / "many", 2, 2, "--steps", 8, "--resume")
-    assert steps == "steps 4 to 8"
-    assert ("steps 0 to 8", end) == train(tmp_path / "one", 1, 4, "--steps", 8)
-    assert end != halfway
 
 
 def test_the_launcher(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -21,13 +22,13 @@ def load(max_bytes: int, root: Path | None = None) -> np.ndarray:
     **Raises** ``SettingsError`` where the library has no sources (some embedded Pythons ship bytecode only).
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    files = sorted(
-        (path.relative_to(root).as_posix(), path)
-        for path in root.rglob("*.py")
-        if not _NOT_STDLIB.intersection(path.relative_to(root).parts)
-    )
+    files = []
+    for directory, below, names in os.walk(root):
+        below[:] = set(below) - _NOT_STDLIB  # not walked: there may be far more in them than in the library
+        paths = (Path(directory, name) for name in names if name.endswith(".py"))
+        files += [(path.relative_to(root).as_posix(), path) for path in paths]
     chunks, size = [], 0
-    for _, path in files:
+    for _, path in sorted(files):
         if size >= max_bytes:
             break
         chunks.append(path.read_bytes()[: max_bytes - size])
