@@ -291,7 +291,22 @@ def late(output: str) -> None:
     multihost_utils.sync_global_devices("the end")
 
 
-SCENARIOS = {f.__name__: f for f in (layer, ambiguous, killed, late)}
+def beside(output: str) -> None:
+    """A bad id in one of two groups of a process. Devices have numbers with gaps between processes."""
+    from test_faults import data_parallel_program
+
+    good, bad = (make_inputs(64, 48, 32, 8, 2, dtype="bfloat16") for _ in range(2))
+    bad.ids[-1, 1] = 8
+    run, found = data_parallel_program(2, mok.MoEConfig(), gradients=False, devices=jax.local_devices()), []
+    for inputs in (good, bad, good, good):
+        try:
+            found.append("nan" if np.isnan(run(inputs)).any() else "finite")
+        except mok.MoEError as error:
+            found.append(type(error).__name__)
+    report(output, found)
+
+
+SCENARIOS = {f.__name__: f for f in (layer, ambiguous, killed, late, beside)}
 
 if __name__ == "__main__":
     SCENARIOS[sys.argv[1]](*sys.argv[2:])

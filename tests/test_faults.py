@@ -95,10 +95,10 @@ def test_more_rows_than_capacity_is_an_error_and_not_a_drop(P):
     assert_still_works(mesh_of(P))
 
 
-def data_parallel_program(expert, config, gradients):
+def data_parallel_program(expert, config, gradients, devices=None):
     """The mean of y over all devices, or the gradients with it, and a sum over them that does not need the layer."""
     sizes, names = ((2, expert), ("data", "expert")) if expert > 1 else ((2,), ("data",))
-    mesh, axis = mesh_of(*sizes, names=names), "expert" if expert > 1 else None
+    mesh, axis = mesh_of(*sizes, names=names, devices=devices), "expert" if expert > 1 else None
     by_token, by_expert = P(names), P(axis)
 
     def mean(x, ids, weights, experts):
@@ -114,7 +114,7 @@ def data_parallel_program(expert, config, gradients):
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False))
 
     def run(inputs):
-        with mok.typed_errors():
+        with jax.set_mesh(mesh), mok.typed_errors():
             return np.asarray(jax.tree.leaves(step(*jax.tree.map(jnp.asarray, tuple(inputs[:4]))))[1:])
 
     return run
@@ -147,6 +147,22 @@ def test_devices_beside_the_group_are_not_left_waiting(fault, expert, gradients)
         with pytest.raises(error, match=words):  # by the backward call already, or by the next run
             bad_then_good()
         np.testing.assert_array_equal(run(good), want)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_call_that_could_raise_itself_tells_what_was_left_behind(size):
+    """Of the devices of its program: a mesh that is all one group, or one device."""
+    good, bad = (make_inputs(64, 48, 32, 8, 2, dtype="bfloat16") for _ in range(2))
+    bad.ids[0, 1] = 8
+    run = data_parallel_program(2, mok.MoEConfig(), gradients=False)
+    want = run(good)
+    assert np.isnan(run(bad)).any()
+    assert [type(e) for e in shard_errors(lambda: apply(good, mesh_of(size)))] == [mok.RoutingError] * size
+    assert shard_errors(lambda: apply(good, mesh_of(size))) in ([None] * size, [])
+    if size == 1:  # the group's other device
+        with pytest.raises(mok.RoutingError):
+            run(good)
+    np.testing.assert_array_equal(run(good), want)
 
 
 def test_capacity_that_just_suffices():
@@ -327,15 +343,25 @@ import resource, sys
 sys.path.insert(0, {tests!r})
 import jax, jax.numpy as jnp, numpy as np
 from layer_cases import make_inputs, mesh_of
-from test_faults import apply, assert_still_works, shard_errors
+from test_faults import apply, assert_still_works, data_parallel_program, shard_errors
 import jax_mok as mok
 assert_still_works(mesh_of(4))
+small, beside = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16"), data_parallel_program(2, mok.MoEConfig(), False)
+want = beside(small)
 held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (held + 2**30, resource.RLIM_INFINITY))
 huge = make_inputs(4096, 1024, 8, 4, 64, dtype="bfloat16", ids=np.full((4096, 64), -1))
 found = shard_errors(lambda: apply(huge, mesh_of(4)))
 assert found, "no error"
+assert np.isnan(beside(huge)).any()
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+try:
+    beside(small)
+except jax.errors.JaxRuntimeError as error:
+    assert "out of host memory" in str(error) or "PeerFailedError" in str(error), error
+else:
+    raise AssertionError("nothing raised")
+np.testing.assert_array_equal(beside(small), want)
 assert_still_works(mesh_of(4))
 print("went on", [type(e).__name__ for e in found])
 """

@@ -62,6 +62,10 @@ def test_executables_from_the_persistent_cache(tmp_path):
         assert list((tmp_path / "cache").glob("jit_run*"))
 
 
+def test_devices_beside_a_group_are_not_left_waiting_in_any_process(tmp_path):
+    assert run_case(tmp_path, 2, 4, "beside") == [["finite", "nan", "RoutingError", "finite"]] * 2
+
+
 def test_a_mesh_that_may_be_in_one_process_has_to_be_named(tmp_path):
     inputs = process_cases.make_inputs(64, 48, 32, 8, 2, dtype="bfloat16")
     args = process_cases.place(inputs, Mesh(np.array(jax.devices()[:1]), ("expert",)))

@@ -38,12 +38,12 @@ class CallOrder {
   CallOrder(HostStatus* statuses, int32_t seats, Agree agree = nullptr)
       : statuses_(statuses), seats_(seats), agree_(std::move(agree)), raised_(size_t(seats)) {}
 
-  // The first seat that comes with a key gives it the next generation. A key is the XLA run and the call site; a seat may
-  // come with the same key again (a loop), and each time is a call of its own. Kernels cannot raise, so a call raises
-  // what an earlier one left behind: the first seat decides, and all seats of the call raise the same, for a device that
-  // does not run its program must not leave its peers waiting, in this layer or in a collective of XLA's. With seats of other processes, which must all make the same calls in
-  // the same order, a failure that all ranks have judged alike is raised by all in a call that they agree on; any other
-  // one is the end: every later call raises it.
+  // The first seat that comes with a key gives it the next generation. A key is the XLA run and the call site; a seat
+  // may come with the same key again (a loop), and each time is a call of its own. Kernels cannot raise, so a call
+  // raises what an earlier one left behind: the first seat decides, and all seats of the call raise the same, for a
+  // device that does not run its program must not leave its peers waiting, in this layer or in a collective of XLA's.
+  // With seats of other processes, which must all make the same calls in the same order, a failure that all ranks have
+  // judged alike is raised by all in a call that they agree on; any other one is the end: every later call raises it.
   // `alone`: the program runs on no other device, and raises what this one left behind.
   Place enter(int32_t seat, int64_t run, const SiteKey& site, bool alone = false);
   // What a kernel does when its call fails, for calls that have none.
