@@ -21,6 +21,16 @@ def poisoned_arenas():
         runtime.native().poison_arenas()
 
 
+@pytest.fixture
+def quickly_compiled():
+    """For large programs of XLA's whose results are compared within a tolerance: most of their time would be LLVM's.
+    Not for what promises bits, and on CPUs alone: elsewhere speed may be what a test is about."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", before or jax.default_backend() == "cpu")
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 @pytest.fixture(scope="module")
 def ranks():
     """``ranks(n)``: n EP ranks that share a GPU, made once for a module."""

@@ -16,6 +16,7 @@ from layer_cases import (
 
 import jax_mok as mok
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 BACKENDS = ["cpu", "xla", "reference"]
 DTYPES = ["bfloat16", "float32"]
 

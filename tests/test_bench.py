@@ -16,6 +16,7 @@ from jax_mok.cli import baselines, bench, timing, torch_baseline, train_step
 from jax_mok.cli.shape import Arrays, Shape
 from jax_mok.demo import devices
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 ONCE = timing.Plan(rounds=1, max_seconds=60.0, block_seconds=0.0, seed=0)
 
 

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jax_mok import RESIDUAL_NAMES, Experts
 from jax_mok.equinox import MoE, partition_specs, shard, shardings, trainable
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 B, S, H, I, E, K = 8, 16, 64, 48, 8, 2
 SIGMOID = {"router": "sigmoid", "scale": 2.5, "shared_intermediate": 32, "dtype": jnp.float32}
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from layer_cases import (
-    QUICKLY_COMPILED,
     assert_accurate,
     assert_same_bits,
     make_inputs,
@@ -67,6 +66,7 @@ def test_checkpoint(name, prevent_cse, weights):
         assert rel_l2(a, c) <= 1e-3
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_scan_over_48_layers():
     layers, mesh = 48, mesh_of(4)
     b = to_jax(make_inputs(32, 48, 32, 8, 2))
@@ -86,7 +86,7 @@ def test_scan_over_48_layers():
             x, _ = layer(x, jax.tree.map(lambda w, i=i: w[i], stack))
         return x.sum()
 
-    want = jax.jit(jax.grad(unrolled, argnums=(0, 1)), compiler_options=QUICKLY_COMPILED)(b.x, stack)
+    want = jax.jit(jax.grad(unrolled, argnums=(0, 1)))(b.x, stack)
     for body in (layer, jax.checkpoint(layer)):
         got = jax.jit(jax.grad(scanned(body), argnums=(0, 1)))(b.x, stack)
         for a, c in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
