@@ -357,8 +357,10 @@ assert np.isnan(beside(huge)).any()
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 try:
     beside(small)
+except mok.PeerFailedError:
+    pass  # of the group's other rank
 except jax.errors.JaxRuntimeError as error:
-    assert "out of host memory" in str(error) or "PeerFailedError" in str(error), error
+    assert "out of host memory" in str(error), error
 else:
     raise AssertionError("nothing raised")
 np.testing.assert_array_equal(beside(small), want)
