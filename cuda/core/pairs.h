@@ -27,6 +27,14 @@ MOK_HD constexpr int32_t pairs_of(int32_t blocks) { return (blocks + 1) / 2; }
 MOK_HD constexpr int32_t groups_of(int32_t blocks) { return (pairs_of(blocks) + kGroupPairs - 1) / kGroupPairs; }
 MOK_HD constexpr int32_t splits_of(int32_t blocks) { return blocks % 2; }
 
+// Where pair i of an expert stands in its segment, in pairs. A rank works on the rows of its own tokens first (`before`:
+// pairs in front of them), then on those of the next ranks around, so that at any time ranks read from different peers
+// and answer different ones. A split pair stays the last.
+MOK_HD int32_t place_of_pair(int32_t i, int32_t blocks, int32_t before) {
+  const int32_t whole = blocks / 2;
+  return i < whole ? (i + before) % whole : i;
+}
+
 // The member of ascending `first` [n + 1] that holds `value`: the last i with first[i] <= value < first[n].
 MOK_HD int32_t holder(const int32_t* first, int32_t n, int32_t value) {
   int32_t lo = 0, hi = n;

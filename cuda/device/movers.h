@@ -42,7 +42,7 @@ __device__ inline void flag_homes(const MoverParams& p, int64_t pair, int lane) 
   __threadfence_system();
   for (int32_t r = lane; r < ranks; r += 32) {
     const int32_t begin = r == 0 ? 0 : sources[r - 1].end;
-    if (r == me || begin >= sources[r].end || begin >= first + 256 || sources[r].end <= first) continue;
+    if (r == me || begin >= sources[r].end || begin >= first + kPairRows || sources[r].end <= first) continue;
     auto* flags = reinterpret_cast<uint64_t*>(p.routes.peers[r] + SeatMemory::row_flags);
     store_release_sys(flags + flag, p.call.generation);
   }
@@ -133,13 +133,22 @@ struct Movers {
     return tokens + int64_t(home.slot / MOK_TOP_K) * MOK_HIDDEN;
   }
 
+  // The row of an expert's segment that comes in its place in the order of the stream.
+  __device__ int32_t row_in_turn(int32_t expert, int32_t place) const {
+    const int32_t blocks = (p.routes.rows_before(expert, ranks(), ranks()) + 127) / 128;
+    const int32_t before = p.routes.rows_before(expert, p.call.coords[0], ranks());
+    return place_of_pair(place / kPairRows, blocks, before / kPairRows) * kPairRows + place % kPairRows;
+  }
+
   __device__ void pull() const {
     const int32_t rows = p.routes.totals[Total::rows], first_expert = p.call.coords[0] * p.local_experts;
     for (;;) {
-      const int64_t first = int64_t(take(Counter::pull_ticket)) * kChunkRows;
-      if (first >= rows) return;
-      const int32_t pair = p.routes.block_pair[first / 128], expert = p.routes.pair_expert[pair];
-      const int32_t row = int32_t(first) - p.routes.segment_start[first_expert + expert];
+      const int64_t place = int64_t(take(Counter::pull_ticket)) * kChunkRows;
+      if (place >= rows) return;
+      const int32_t expert = p.routes.pair_expert[p.routes.block_pair[place / 128]];
+      const int32_t start = p.routes.segment_start[first_expert + expert], row = row_in_turn(expert, int32_t(place) - start);
+      const int64_t first = int64_t{start} + row;
+      const int32_t pair = p.routes.block_pair[first / 128];
       const Home home = lane < kChunkRows ? home_of(expert, row + lane) : Home{0, -1};
       if (lane < kChunkRows) hooks.pulled(first + lane, home.rank, home.slot);
 #pragma unroll
@@ -154,7 +163,7 @@ struct Movers {
   // ---- fetch ----
 
   __device__ bool wait_for_pair(int32_t owner, int32_t expert, int32_t row_in_segment) const {
-    const int64_t block = (p.routes.segment_start[expert] + row_in_segment / 256 * 256) / 128;
+    const int64_t block = (p.routes.segment_start[expert] + row_in_segment / kPairRows * kPairRows) / 128;
     const auto* flags = reinterpret_cast<const uint64_t*>(p.call.seat_memory[p.call.seat] + SeatMemory::row_flags);
     const uint64_t* flag = flags + p.routes.peer_seats[owner] * p.max_blocks + block;
     return wait_until(p.call, Wait::rows, owner, [&] { return load_acquire_sys(flag) >= p.call.generation; });
@@ -171,7 +180,7 @@ struct Movers {
       const int32_t n = int32_t(min_of(kChunkRows, p.routes.list_start[e + 1] - list - at));
       const int32_t row = list + at + p.routes.row_shift[e], in_segment = row - p.routes.segment_start[e];
       bool ready = wait_for_pair(owner, e, in_segment);
-      if (ready && (in_segment + n - 1) / 256 != in_segment / 256) ready = wait_for_pair(owner, e, in_segment + n - 1);
+      if (ready && (in_segment + n - 1) / kPairRows != in_segment / kPairRows) ready = wait_for_pair(owner, e, in_segment + n - 1);
       if (!__all_sync(~0u, ready)) return;
       if (lane < n) hooks.fetched(p.routes.sorted[list + at + lane], owner, row + lane);
       const auto* from = reinterpret_cast<const uint16_t*>(rows_of(owner) + p.layout.rows_out);
@@ -265,7 +274,7 @@ struct Movers {
 
   __device__ bool shared_ready(int64_t token, const DownSignals& signals) const {
     if (MOK_SHARED_INTER == 0) return true;
-    const int64_t pair = p.max_pairs - (p.tokens + 255) / 256 + token / 256;
+    const int64_t pair = p.max_pairs - ceil_div(p.tokens, kPairRows) + token / kPairRows;
     return wait_counter(p.call, counter(words().out(pair)), p.routes.pair_split[pair] ? signals.split : signals.full);
   }
 

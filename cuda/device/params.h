@@ -100,30 +100,35 @@ struct RouteTables {
   int32_t* back_chunk;    // [E + 1] first chunk of results to fetch; expert order of back_expert()
   Source* sources;        // [L, P]
   int32_t* block_pair;    // [row blocks]
-  int32_t* pair_expert;   // [pairs]
+  int32_t* pair_expert;   // [pairs] in the order of the stream
   int32_t* pair_row;      // [pairs] first row
   int32_t* pair_split;    // [pairs] 1 = one row block, both CTAs work on it
   int32_t* by_length;     // [L] experts, those with most rows first
   PairTask* tasks;        // of the forward pass; null = not wanted
   int32_t* totals;        // see Total
   uint32_t* counters;     // see Counter
+
+  // Rows of ranks in front of `rank`, in the segment of a local expert.
+  MOK_HD int32_t rows_before(int32_t expert, int32_t rank, int32_t ranks) const {
+    return rank == 0 ? 0 : sources[int64_t{expert} * ranks + rank - 1].end;
+  }
 };
 struct Total {
   static constexpr int32_t tasks = 0, rows = 1, back_chunks = 2, pairs = 3, judged = 4, count = 5;  // judged: all ranks fail alike
 };
 
-// Rows that a mover warp takes at a time.
-constexpr int32_t kChunkRows = 8;
+constexpr int32_t kPairRows = 256;  // of a pair of row blocks, on which a cluster works
+constexpr int32_t kChunkRows = 8;   // that a mover warp takes at a time
 
 // Results are fetched in the order in which owners finish them: by number of the expert at its owner, own rank first
-// (whose rows need no fetching), then the next ranks around.
+// (whose rows need no fetching), then the ranks before it around, see place_of_pair().
 MOK_HD int32_t back_expert(int32_t i, int32_t rank, int32_t ranks, int32_t local_experts) {
-  const int32_t owner = rank + i % ranks;
-  return (owner < ranks ? owner : owner - ranks) * local_experts + i / ranks;
+  const int32_t owner = rank - i % ranks;
+  return (owner < 0 ? owner + ranks : owner) * local_experts + i / ranks;
 }
 MOK_HD int32_t back_index(int32_t expert, int32_t rank, int32_t ranks, int32_t local_experts) {
-  const int32_t ahead = expert / local_experts - rank;
-  return expert % local_experts * ranks + (ahead < 0 ? ahead + ranks : ahead);
+  const int32_t behind = rank - expert / local_experts;
+  return expert % local_experts * ranks + (behind < 0 ? behind + ranks : behind);
 }
 
 // Words of RouteTables::counters. Zeroed by the routing kernel.

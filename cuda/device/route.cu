@@ -408,8 +408,9 @@ __device__ PairSegments describe_pairs(const RouteParams& p, const RouteShared& 
   prefix(group, local, words, [&](int32_t e) { return groups_of(blocks[e]); });
   prefix(split, local, words, [&](int32_t e) { return splits_of(blocks[e]); });
   for (int32_t i = threadIdx.x; i < pair[local]; i += kThreads) {
-    const int32_t e = holder(pair, local, i), at = i - pair[e];
-    const int32_t row = p.routes.segment_start[first_expert + e] + at * 2 * kBlockM, n = blocks[e] - 2 * at;
+    const int32_t e = holder(pair, local, i), before = p.routes.rows_before(e, p.call.coords[0], p.shape.ranks);
+    const int32_t at = place_of_pair(i - pair[e], blocks[e], before / kPairRows), n = blocks[e] - 2 * at;
+    const int32_t row = p.routes.segment_start[first_expert + e] + at * kPairRows;
     p.routes.pair_expert[i] = e;
     p.routes.pair_row[i] = row;
     p.routes.pair_split[i] = n == 1;

@@ -16,6 +16,7 @@ int main(int count, char** arguments) {
   run("layout and protocol", test_layout_and_protocol);
   run("task stream", test_task_stream);
   run("pair stream", test_pair_stream);
+  run("ranks read in turns", test_ranks_read_in_turns);
   run("backward tasks", test_backward_tasks);
   run("order of calls on GPUs", test_call_order);
   run("failures of calls on their way", test_failures_of_calls_on_their_way);

@@ -6,6 +6,7 @@
 
 #include "../../cuda/core/backward_tasks.h"
 #include "../../cuda/core/pairs.h"
+#include "../../cuda/device/params.h"
 #include "check.h"
 
 namespace mok::cpu {
@@ -176,6 +177,31 @@ void place_pairs(const PairCase& c, int32_t g, int32_t offset, int32_t tiles, st
     CHECK((*used)[size_t(offset + i)]++ == 0, "one task a place");
     CHECK(at->emplace(std::pair{t.pair, t.tile}, offset + i).second, "every tile once");
   }
+}
+
+// Every pair has its place; with as many rows from each rank, no two ranks read from the same one at a time.
+void test_ranks_read_in_turns() {
+  for (int32_t blocks = 0; blocks < 40; ++blocks)
+    for (int32_t before = 0; before < 30; ++before) {
+      std::vector<bool> seen(size_t(pairs_of(blocks)));
+      for (int32_t i = 0; i < pairs_of(blocks); ++i) seen.at(size_t(place_of_pair(i, blocks, before))) = true;
+      for (bool s : seen) CHECK(s, "every pair has its place");
+      if (splits_of(blocks)) CHECK(place_of_pair(blocks / 2, blocks, before) == blocks / 2, "a split pair stays the last");
+    }
+  const int32_t ranks = 8, each = 4;  // pairs
+  for (int32_t i = 0; i < ranks * each; ++i) {
+    std::vector<int> readers(ranks);
+    for (int32_t r = 0; r < ranks; ++r) ++readers[size_t(place_of_pair(i, 2 * ranks * each, r * each) / each)];
+    for (int n : readers) CHECK(n == 1, "one reader a rank");
+    CHECK(i >= each || place_of_pair(i, 2 * ranks * each, 3 * each) / each == 3, "own rows first");
+  }
+  for (int32_t rank = 0; rank < ranks; ++rank)
+    for (int32_t i = 0; i < ranks * each; ++i) {  // experts a rank: `each`
+      const int32_t e = back_expert(i, rank, ranks, each), owner = e / each;
+      CHECK(back_index(e, rank, ranks, each) == i, "there and back");
+      // the owner, which begins with its own rows, comes to this rank's as many ranks later
+      CHECK(i % ranks == (rank - owner + ranks) % ranks, "results are fetched in the order in which owners finish them");
+    }
 }
 
 void test_pair_stream() {

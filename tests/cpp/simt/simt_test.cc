@@ -176,7 +176,10 @@ class Group {
     const int32_t* ids = b.ids.data() + rank * s.slots();
     const RouteParams route{call, routes, s, layout, ids, {x, {}}, nullptr, per_expert.data(), per_rank.data(), extent.pairs};
     simt::launch(8 * (ranks_ > 1 ? kClusters : 1), 8, 1024, [&] { mok_route(route); });
-    if (*call.status == 0) check_counts(b, per_expert, per_rank);
+    if (*call.status == 0) {
+      check_counts(b, per_expert, per_rank);
+      check_own_rows_first(routes, s, rank);
+    }
 
     MoverParams p{};
     p.call = call;
@@ -195,6 +198,17 @@ class Group {
     p.max_pairs = extent.pairs;
     p.max_blocks = extent.blocks;
     simt::launch(kMoverBlocks, kMoverBlocks, kMoverThreads, [&] { movers_kernel(p); });
+  }
+
+  // Pairs of row blocks whose rows are of several ranks begin with those of the rank itself.
+  static void check_own_rows_first(const RouteTables& t, const Shape& s, int32_t rank) {
+    std::vector<int32_t> seen(size_t(s.local_experts()));
+    for (int32_t pair = 0; pair < t.totals[Total::pairs]; ++pair) {
+      const int32_t e = t.pair_expert[pair], before = rank == 0 ? 0 : t.sources[e * s.ranks + rank - 1].end;
+      const int32_t at = t.pair_row[pair] - t.segment_start[rank * s.local_experts() + e];
+      const bool in_split = before / 256 >= (t.sources[(e + 1) * s.ranks - 1].end + 127) / 128 / 2;
+      if (seen[size_t(e)]++ == 0 && !in_split) CHECK(at <= before && before < at + 256, "rank %d begins at %d", rank, at);
+    }
   }
 
   void check_counts(const Batch& b, const std::vector<int32_t>& per_expert, const std::vector<int32_t>& per_rank) const {
@@ -237,7 +251,7 @@ void test_any_number_of_ranks() {
     int64_t tokens;
     int32_t experts;
     int skew;
-  } cases[] = {{4, 4, 0}, {340, 40, 0}, {1268, 8, 0}, {340, 8, 1}, {340, 4, 2}};
+  } cases[] = {{4, 4, 0}, {340, 40, 0}, {1268, 8, 0}, {1268, 4, 0}, {340, 8, 1}, {340, 4, 2}};
   for (auto [tokens, experts, skew] : cases) {
     const Batch b(tokens, experts, uint32_t(tokens), skew);
     for (int32_t ranks : {1, 2, 4}) {
