@@ -197,6 +197,16 @@ def test_the_json_has_what_the_table_says(tmp_path: Path, capsys: pytest.Capture
     assert (tmp_path / "bench.png").stat().st_size > 0
 
 
+def test_a_hot_expert_makes_its_rank_busy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    s, mesh = Shape(8192, 8, 8, experts=16, top_k=8, ranks=2, dtype="float32", hot_expert=7), devices.expert_mesh(2)
+    rows = np.bincount(np.asarray(s.random(mesh, seed=0).expert_ids).ravel(), minlength=16)
+    np.testing.assert_allclose(rows / (s.tokens * s.top_k), np.r_[7, np.ones(15)] / 22, rtol=0.1)
+    result = bench.run(s, mesh, selection_with(mesh), ["fwd"], ONCE, "save", tmp_path)
+    assert result.good
+    assert result.busiest_rank == pytest.approx(14 / 11, rel=0.01)
+    assert "The busiest rank has x 1.27 of the balanced rows." in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_training_step_takes_the_same_step_with_every_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     s, mesh = shape(2, "bfloat16", tokens=256), devices.expert_mesh(2)
     broken = bench.Contender("broken", out_of_memory, baseline=True)

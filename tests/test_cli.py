@@ -63,6 +63,8 @@ def test_doctor_explains_every_backend_and_exits_by_what_it_found():
         (("demo", "--framework", "torch"), "equinox"),
         (("inspect", "--ranks", "3"), "spread evenly over 3 ranks"),
         (("bench", "--experts", "4", "--devices", "2"), "top-8 needs at least 8 experts"),
+        (("bench", "--train", "--pass", "fwd"), "leave out --pass fwd"),
+        (("bench", "--train", "--hot-expert", "7"), "leave out --hot-expert"),
     ],
 )
 def test_impossible_requests_are_usage_errors(args: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch):

@@ -166,6 +166,9 @@ def bench(
         typer.Option(help="May be repeated. Default, unless a backend is named: all that can run here."),
     ] = None,
     passes: Annotated[Passes, typer.Option("--pass", help="What is timed.")] = Passes.BOTH,
+    hot_expert: Annotated[
+        float, typer.Option(min=1, help="Rows of the first expert, as a multiple of those of each other one.")
+    ] = 1.0,
     train: Annotated[
         bool, typer.Option("--train", help="Time a training step of two decoder layers instead of the layer alone.")
     ] = False,
@@ -191,8 +194,10 @@ def bench(
 
     if train and passes is not Passes.BOTH:
         raise typer.BadParameter(f"a training step has both passes; leave out --pass {passes.value}, or --train.")
+    if train and hot_expert != 1:
+        raise typer.BadParameter("a training step has a router; leave out --hot-expert, or --train.")
     try:
-        shape = Shape(tokens, hidden, inter, experts, top_k, devices, dtype.value)
+        shape = Shape(tokens, hidden, inter, experts, top_k, devices, dtype.value, hot_expert=hot_expert)
         mesh = harness.mesh_for(shape)
         own, others = ([name.value for name in names] if names else None for names in (backend, baseline))
         selection = harness.select(mesh, own, others, residuals.value)

@@ -87,11 +87,13 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """``differences``: for each contender after the first and each array, the relative L2 distance from the first's.
+    """``busiest_rank``: rows of the rank with most, as a multiple of the balanced load.
+    ``differences``: for each contender after the first and each array, the relative L2 distance from the first's.
     ``best_of_others``: by pass, the contender that ``Timing.speedup`` refers to."""
 
     environment: dict[str, Any]
     shape: Shape
+    busiest_rank: float
     residuals: str
     rounds: int
     block_seconds: float
@@ -189,6 +191,7 @@ def run(
     result = Result(
         environment=environment(mesh),
         shape=shape,
+        busiest_rank=_busiest_rank(shape, arrays.expert_ids),
         residuals=residuals,
         rounds=len(of_matmul.seconds),
         block_seconds=plan.block_seconds,
@@ -210,6 +213,11 @@ def run(
     _show(result, first, passes, console)
     console.print(f"{output}: bench.json, bench.png")
     return result
+
+
+def _busiest_rank(shape: Shape, expert_ids: jax.Array) -> float:
+    rows = np.bincount(np.asarray(expert_ids).ravel() // (shape.experts // shape.ranks), minlength=shape.ranks)
+    return float(rows.max() / rows.mean())
 
 
 def tolerance(shape: Shape, mesh: Mesh) -> float:
@@ -353,6 +361,8 @@ def _show(result: Result, first: str, passes: list[Pass], console: Console) -> N
         f"Medians of {result.rounds} {blocks} in random order. Matmul in the same run: {result.matmul} at "
         f"{result.matmul_gflops / per:.1f} {unit}{clock}."
     )
+    if s.ranks > 1:
+        console.print(f"The busiest rank has x {result.busiest_rank:.2f} of the balanced rows.")
     if result.best_of_others:
         best = ", ".join(f"{name} ({of})" for of, name in result.best_of_others.items())
         console.print(f"Best of the others than {first}: {best}.")

@@ -27,7 +27,7 @@ class Arrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """``tokens`` is over all ranks."""
+    """``tokens`` is over all ranks. ``hot_expert``: rows of expert 0, as a multiple of those of each other expert."""
 
     tokens: int
     hidden: int
@@ -37,6 +37,7 @@ class Shape:
     ranks: int
     dtype: str
     shared_inter: int = 0
+    hot_expert: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("tokens", "experts"):
@@ -73,7 +74,8 @@ class Shape:
         )
 
     def random(self, mesh: Mesh, seed: int) -> Arrays:
-        """Normal values of the size that a trained layer has, and ``K`` different random experts per token."""
+        """Normal values of the size that a trained layer has, and ``K`` different random experts per token; with a hot
+        expert every slot chooses by itself, so that a token may have it more than once."""
         wanted = self.abstract(mesh)
         leaves, tree = jax.tree.flatten(wanted)
         scale = {self.hidden: self.hidden**-0.5, self.inter: self.inter**-0.5}
@@ -86,5 +88,8 @@ class Shape:
         arrays = jax.tree.unflatten(tree, [normal(k, like) for k, like in zip(keys, leaves, strict=False)])
         scores = jax.random.normal(keys[-1], (self.tokens, self.experts))
         top, ids = jax.lax.top_k(scores, self.top_k)
+        if self.hot_expert != 1:
+            share = jnp.ones(self.experts).at[0].set(self.hot_expert)
+            ids = jax.random.categorical(keys[-1], jnp.log(share), shape=ids.shape)
         arrays = arrays._replace(expert_ids=ids.astype(jnp.int32), router_weights=jax.nn.softmax(top, axis=-1))
         return jax.tree.map(lambda a, like: jax.device_put(a, like.sharding), arrays, wanted)
