@@ -96,7 +96,8 @@ def sigmoid_topk(
     if bias is not None:
         if bias.shape != (experts,):
             raise ValueError(f"bias must be [E] = [{experts}] as the logits have it, got {list(bias.shape)}.")
-        ranking = ranking + jax.lax.stop_gradient(bias).astype(jnp.float32)
+        bias = jax.lax.stop_gradient(bias).astype(jnp.float32)
+        ranking = ranking + jnp.expand_dims(bias, range(ranking.ndim - 1))
     if top_groups is not None and top_groups < num_groups:
         ranking = _limit_to_groups(ranking, num_groups, top_groups)
     expert_ids = _top_ids(ranking, k)
@@ -127,7 +128,7 @@ def load_balancing_loss(probs: jax.Array, expert_ids: jax.Array) -> jax.Array:
     routed = (expert_ids >= 0).any(axis=-1)
     tokens = tuple(range(routed.ndim))
     mean = jnp.where(routed[..., None], probs.astype(jnp.float32), 0).sum(axis=tokens)
-    mean = mean / jnp.maximum(routed.sum(), 1)
+    mean = mean / jnp.maximum(routed.sum(dtype=jnp.float32), 1)
     return experts * jnp.sum(load / jnp.maximum(load.sum(), 1) * mean)
 
 
@@ -191,7 +192,7 @@ def _num_experts(logits: jax.Array) -> int:
 
 
 def _one_hot(ids: jax.Array, size: int) -> jax.Array:
-    return ids[..., None] == jnp.arange(size, dtype=ids.dtype)
+    return jax.nn.one_hot(ids, size, dtype=jnp.bool_)
 
 
 def _top_ids(ranking: jax.Array, k: int) -> jax.Array:

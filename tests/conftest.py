@@ -31,6 +31,13 @@ def quickly_compiled():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.fixture
+def no_implicit_promotion():
+    """As users have it who forbid implicit promotion of dtypes and ranks."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def ranks():
     """``ranks(n)``: n EP ranks that share a GPU, made once for a module."""

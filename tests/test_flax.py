@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_mok.flax import MoE, SelectionBias
 
-pytestmark = pytest.mark.usefixtures("quickly_compiled")
+pytestmark = pytest.mark.usefixtures("quickly_compiled", "no_implicit_promotion")
 B, S, H, I, E, K = 8, 16, 64, 48, 8, 2
 SOFTMAX = {"dtype": jnp.float32}
 SIGMOID = {"router": "sigmoid", "scale": 2.5, "shared_intermediate": 32, "dtype": jnp.float32}

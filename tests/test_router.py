@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_mok import router
 
+pytestmark = pytest.mark.usefixtures("no_implicit_promotion")
 B, S, E, K = 4, 96, 64, 6
 
 
@@ -179,7 +180,7 @@ def test_the_selection_bias_evens_out_a_skewed_load():
 
     def step(bias, _):
         load = router.expert_load(router.sigmoid_topk(logits, 2, bias).expert_ids, 16)
-        return router.update_selection_bias(bias, load, rate=0.01), load.max() / load.mean()
+        return router.update_selection_bias(bias, load, rate=0.01), load.max().astype(jnp.float32) / load.mean()
 
     _, imbalance = jax.lax.scan(step, jnp.zeros(16), None, length=200)
     assert imbalance[0] > 2

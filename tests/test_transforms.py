@@ -244,6 +244,14 @@ def test_inside_the_callers_shard_map_with_a_scan(check_vma):
     assert_accurate(type(want)(y, dx, dw, experts, shared), want, "float32")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("backend", ["cpu", "xla", "reference"])
+@pytest.mark.usefixtures("quickly_compiled", "no_implicit_promotion")
+def test_no_implicit_promotion(backend, dtype):
+    inputs = make_inputs(64, 48, 32, 8, 2, dtype=dtype, shared=16)
+    assert_accurate(run_layer(inputs, mesh_of(4), mok.MoEConfig(backend=backend)), oracle(inputs), dtype)
+
+
 def test_ambient_mesh():
     inputs = make_inputs(64, 48, 32, 8, 2, dtype="bfloat16")
     want = run_layer(inputs, mesh_of(4))

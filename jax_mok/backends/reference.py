@@ -50,7 +50,7 @@ def dense_moe(
 
     Returns ``[T, H]`` in the computing dtype (float32, or float64 for float64 arguments).
     """
-    dtype = jnp.promote_types(jnp.float32, x.dtype)
+    dtype = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     x = x.astype(dtype)
 
     def add_expert(y: jax.Array, item: tuple[jax.Array, Experts]) -> tuple[jax.Array, None]:
